@@ -1,0 +1,1 @@
+"""Environments behind the gymnax 1.x interface."""

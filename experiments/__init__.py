@@ -1,0 +1,1 @@
+"""Experiments that could refute each method's claims, and the runner behind the `foliax` command."""

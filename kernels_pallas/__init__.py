@@ -1,0 +1,1 @@
+"""Kernels: one operation per module, each with an XLA form (the specification), a TPU and a GPU form."""

@@ -1,0 +1,7 @@
+"""foliax: research methods as pure functions over pytrees, and the experiments that could refute them.
+
+Import what you need from where it lives, e.g. `from foliax.search import cgp`. Importing `foliax`
+itself loads neither JAX nor any extra.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Substrate shared by everything that is trained or compiled for a pod."""
