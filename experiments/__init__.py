@@ -1,1 +1,1 @@
-"""Experiments that could refute each method's claims, and the runner behind the `foliax` command."""
+"""Experiments that could refute each method's claims, and the runner behind `foliax`."""

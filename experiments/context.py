@@ -1,0 +1,232 @@
+"""What a running experiment is given: a work directory in which no finished work is done twice."""
+
+import contextlib
+import hashlib
+import pathlib
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from foliax import extras
+from foliax.experiments import storage
+from foliax.training import progress
+
+Carry = TypeVar("Carry")
+_NAME = re.compile(r"[\w.=,+-]*\w[\w.=,+-]*(/[\w.=,+-]*\w[\w.=,+-]*)*")
+_KEPT = 2  # checkpoints of a loop; the older one serves when the newer is damaged
+
+
+class Context:
+  """The work directory of one run, and the two units of work that survive being killed.
+
+  `stage` is for work that returns numbers, `loop` for long iterations over a state. A run that is
+  killed and started again gives the same numbers, provided that functions depend only on their
+  arguments and on the configuration.
+
+  Attributes:
+    workdir: where the run keeps its files.
+  """
+
+  def __init__(self, workdir: pathlib.Path | str, save_seconds: float | int = 2.0):
+    """Opens a work directory, made if need be.
+
+    Args:
+      workdir: where the run keeps its files.
+      save_seconds: a loop checkpoints its state when this long has passed since the last time; 0
+        for every step.
+    """
+    self.workdir = pathlib.Path(workdir)
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    self._save_seconds = save_seconds
+    self._writer = None
+    self._names: set[str] = set()
+    self._start = time.monotonic()
+    try:
+      self._earlier = float(storage.read_sealed(self.workdir / "elapsed.json"))
+    except (FileNotFoundError, ValueError):
+      self._earlier = 0.0
+
+  def progress(self, description: str, total: int, done: int = 0):
+    """A context manager with `.advance(n=1)`; see `foliax.training.progress.progress`."""
+    return progress.progress(description, total, done)
+
+  def say(self, message: str) -> None:
+    """Tells the person at the terminal something, in one line."""
+    print(message, file=sys.stderr, flush=True)
+
+  def scalars(self, prefix: str, values: dict[str, Any], step: int) -> None:
+    """Writes numbers for TensorBoard under `prefix/tag`.
+
+    Args:
+      prefix: group of the charts, e.g. the name of the arm.
+      values: number per tag.
+      step: position on the horizontal axis.
+    """
+    if self._writer is None:
+      board = extras.require("tensorboardX", "experiments")
+      self._writer = board.SummaryWriter(str(self.workdir / "tensorboard"))
+    for tag, value in values.items():
+      self._writer.add_scalar(f"{prefix}/{tag}", float(value), int(step))
+
+  def stage(self, name: str, function: Callable[[], Any], **dependencies: Any) -> Any:
+    """Runs a piece of work once in the life of the work directory.
+
+    Args:
+      name: unique in the experiment; letters, digits and `_.=,+-`, with `/` for folders.
+      function: does the work; returns JSON-able numbers, lists and dictionaries (arrays are fine).
+      **dependencies: what the result depends on besides the configuration; when it differs from
+        what was stored, the work is done again.
+    Returns:
+      The stored result: dictionaries, lists, numbers and strings, the same whether it was just
+      computed or read back.
+    """
+    self._claim_name(name)
+    path = self.workdir / "stages" / f"{name}.json"
+    dependencies = storage.round_trip(dependencies)
+    try:
+      stored = storage.read_sealed(path)
+      if stored["dependencies"] == dependencies:
+        return stored["result"]
+      self.say(f"stage {name}: what it depends on has changed, doing it again")
+    except FileNotFoundError:
+      pass
+    except ValueError as error:
+      self.say(f"stage {name}: {error}; doing it again")
+    result = storage.round_trip(function())
+    storage.write_sealed(path, {"dependencies": dependencies, "result": result})
+    self._note_time()
+    return result
+
+  def loop(
+    self,
+    name: str,
+    init: Carry,
+    step: Callable[[Carry, int], tuple[Carry, Any]],
+    steps: int,
+  ) -> tuple[Carry, list[Any]]:
+    """Runs a Python loop that can be killed between any two instructions and resumed.
+
+    The state is checkpointed by Orbax when `save_seconds` have passed since the last checkpoint
+    (less often when saving is slow, to spend at most a tenth of the time on it) and at the end.
+
+    Args:
+      name: unique in the experiment; see `stage`.
+      init: state before the first step: a pytree of arrays, typed random keys and numbers, whose
+        structure, shapes and dtypes every step keeps.
+      step: maps state and step number to the next state and a JSON-able record of the step.
+      steps: number of steps.
+    Returns:
+      The last state, and the list of records.
+    Raises:
+      ValueError: a step changed the structure, a shape or a dtype of the state.
+    """
+    self._claim_name(name)
+    folder = self.workdir / "checkpoints" / name
+    carry = jax.tree.map(_plain_leaf, init)
+    form = _form(carry)
+    carry, records = self._restore(folder, carry)
+    saved_at, interval = time.monotonic(), self._save_seconds
+    with self.progress(name, steps, done=len(records)) as bar:
+      for i in range(len(records), steps):
+        carry, record = step(carry, i)
+        carry = jax.tree.map(_plain_leaf, carry)
+        if _form(carry) != form:
+          raise ValueError(
+            f"step {i} of loop {name!r} changed its state from {form} to {_form(carry)}; "
+            "keep structure, shapes and dtypes"
+          )
+        records.append(storage.round_trip(record))
+        bar.advance()
+        if i + 1 == steps or time.monotonic() - saved_at >= interval:
+          start = time.monotonic()
+          self._save(folder, carry, records)
+          saved_at = time.monotonic()
+          if interval:
+            interval = max(self._save_seconds, 9 * (saved_at - start))
+    return carry, records
+
+  def elapsed(self) -> float:
+    """Seconds spent on this work directory, over all the times it was resumed."""
+    return self._earlier + time.monotonic() - self._start
+
+  def close(self) -> None:
+    """Flushes what is still to be written."""
+    self._note_time()
+    if self._writer is not None:
+      self._writer.close()
+
+  def _claim_name(self, name: str) -> None:
+    if not _NAME.fullmatch(name):
+      raise ValueError(f"name {name!r} must be letters, digits and _.=,+-, with / for folders")
+    if name in self._names:
+      raise ValueError(f"the name {name!r} was already used in this run; give each piece its own")
+    self._names.add(name)
+
+  def _note_time(self) -> None:
+    storage.write_sealed(self.workdir / "elapsed.json", self.elapsed())
+
+  def _save(self, folder: pathlib.Path, carry: Any, records: list[Any]) -> None:
+    checkpoint = folder.absolute() / str(len(records))
+    # A folder without its sealed file is the remainder of a save that was killed.
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    with contextlib.closing(_checkpointer()) as checkpointer:
+      checkpointer.save(checkpoint, carry)
+    seal = {"files": _digest(checkpoint), "records": records}
+    storage.write_sealed(folder / f"{len(records)}.json", seal)
+    for old in _sealed_steps(folder)[_KEPT:]:
+      (folder / f"{old}.json").unlink()
+      shutil.rmtree(folder / str(old), ignore_errors=True)
+    self._note_time()
+
+  def _restore(self, folder: pathlib.Path, carry: Any) -> tuple[Any, list[Any]]:
+    for done in _sealed_steps(folder):
+      checkpoint = folder.absolute() / str(done)
+      try:
+        seal = storage.read_sealed(folder / f"{done}.json")
+        if seal["files"] != _digest(checkpoint):
+          raise ValueError(f"{checkpoint} is damaged: its checksum does not match")
+        with contextlib.closing(_checkpointer()) as checkpointer:
+          return checkpointer.restore(checkpoint, carry), seal["records"]
+      except ValueError as error:
+        self.say(f"loop {folder.name}: {error}; going back to an earlier state")
+        (folder / f"{done}.json").unlink()
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    return carry, []
+
+
+def _checkpointer():
+  import orbax.checkpoint as ocp  # takes a third of a second that most runs of stages do not need
+
+  return ocp.StandardCheckpointer()
+
+
+def _sealed_steps(folder: pathlib.Path) -> list[int]:
+  return sorted((int(p.stem) for p in folder.glob("*.json") if p.stem.isdigit()), reverse=True)
+
+
+def _digest(folder: pathlib.Path) -> str:
+  total = hashlib.sha256()
+  for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    total.update(f"{path.relative_to(folder)} {content}\n".encode())
+  return total.hexdigest()
+
+
+def _plain_leaf(leaf: Any) -> Any:
+  """A leaf as it comes back from a checkpoint, so that resuming changes no bit."""
+  if isinstance(leaf, np.generic):
+    return np.asarray(leaf)
+  if getattr(leaf, "weak_type", False):
+    return jnp.asarray(leaf, leaf.dtype)
+  return leaf
+
+
+def _form(carry: Any) -> tuple[Any, list[str]]:
+  leaves, structure = jax.tree.flatten(carry)
+  return structure, [f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}" for x in leaves]
