@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 from foliax import extras
 
@@ -20,7 +20,7 @@ LINE_SECONDS = 10.0
 class Progress:
   """Counts work done; made by `progress`. Call `advance` after each unit of work."""
 
-  def __init__(self, description: str, total: int, done: int, stream: TextIO):
+  def __init__(self, description: str, total: int, done: int, stream: Any):
     self.description, self.total, self.done = description, total, done
     self._first = done
     self._stream = stream
@@ -81,7 +81,7 @@ class Progress:
     print(line.rstrip(), file=self._stream, flush=True)
 
 
-def _start_bar(stream: TextIO):
+def _start_bar(stream: Any):
   try:
     columns = extras.require("rich.progress", "experiments")
     errors = extras.require("rich.errors", "experiments")
@@ -105,7 +105,7 @@ def _start_bar(stream: TextIO):
   return bar
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
   """Seconds as people say them: `8 s`, `3 min 20 s`, `2 h 05 min`."""
   whole = round(seconds)
   if whole < 60:
@@ -116,16 +116,14 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def progress(
-  description: str, total: int, done: int = 0, stream: TextIO | None = None
-) -> Iterator[Progress]:
+def progress(description: str, total: int, done: int = 0, stream: Any = None) -> Iterator[Progress]:
   """Shows the progress of a block of work.
 
   Args:
     description: what is being done, a few words.
     total: number of units of work.
     done: units already done, e.g. before a run was resumed; they do not count for the pace.
-    stream: where to write; standard error by default.
+    stream: text file to write to; standard error by default.
   Yields:
     An object whose `advance(n=1)` is called after each unit of work.
   """
