@@ -5,6 +5,7 @@ form is the specification. `dispatch` picks one when the program is *lowered*, s
 program serves CPU, TPU and GPU; a form that is not lowered costs tracing time and nothing else.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,8 +50,8 @@ def dispatch(
     *args: arrays (pytrees), the same for every form.
     xla: the XLA form, called as `xla(*args)`.
     tpu: the `pl.pallas_call` form, called as `tpu(*args, interpret=...)`.
-    gpu: the `plgpu.kernel` form, called as `gpu(*args, interpret=...)`. On jax older than 0.11 it is
-      never called and the XLA form takes its place.
+    gpu: the `plgpu.kernel` form, called as `gpu(*args, interpret=...)`. The XLA form takes its place
+      on jax older than 0.11, and where a GPU of this process is older than Hopper (no TMA).
     implementation: `"xla"`; `"pallas"`, the kernel of the platform that the program is lowered for
       (lowering for a CPU is then an error); or None, the kernel on TPU and CUDA, XLA elsewhere.
     interpret: simulator parameters, with `implementation="pallas"` only: `pltpu.InterpretParams`
@@ -76,11 +77,23 @@ def dispatch(
     return xla(*args)
   branches = {
     "tpu": lambda *a: tpu(*a, interpret=False),
-    "cuda": (lambda *a: gpu(*a, interpret=False)) if GPU_KERNELS else xla,
+    "cuda": (lambda *a: gpu(*a, interpret=False)) if _hopper_or_absent() else xla,
   }
   if implementation is None:
     branches["default"] = xla
   return jax.lax.platform_dependent(*args, **branches)
+
+
+@functools.cache
+def _hopper_or_absent() -> bool:
+  """Whether GPU kernels may be lowered; a process without a GPU compiles for one it has not."""
+  if not GPU_KERNELS:
+    return False
+  try:
+    gpus = jax.local_devices(backend="cuda")
+  except RuntimeError:
+    return True
+  return all(float(gpu.compute_capability) >= 9.0 for gpu in gpus)
 
 
 def _simulated(args: tuple, tpu: Callable, gpu: Callable, interpret: Any) -> Any:
