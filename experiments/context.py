@@ -31,6 +31,7 @@ class Context:
 
   Attributes:
     workdir: where the run keeps its files.
+    save_seconds: how often a loop checkpoints its state; an experiment may set it.
   """
 
   def __init__(self, workdir: pathlib.Path | str, save_seconds: float | int = 2.0):
@@ -43,7 +44,7 @@ class Context:
     """
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
-    self._save_seconds = save_seconds
+    self.save_seconds = save_seconds
     self._writer = None
     self._names: set[str] = set()
     self._start = time.monotonic()
@@ -131,7 +132,7 @@ class Context:
     carry = jax.tree.map(_plain_leaf, init)
     form = _form(carry)
     carry, records = self._restore(folder, carry)
-    saved_at, interval = time.monotonic(), self._save_seconds
+    saved_at, interval = time.monotonic(), self.save_seconds
     with self.progress(name, steps, done=len(records)) as bar:
       for i in range(len(records), steps):
         carry, record = step(carry, i)
@@ -148,7 +149,7 @@ class Context:
           self._save(folder, carry, records)
           saved_at = time.monotonic()
           if interval:
-            interval = max(self._save_seconds, 9 * (saved_at - start))
+            interval = max(self.save_seconds, 9 * (saved_at - start))
     return carry, records
 
   def elapsed(self) -> float:

@@ -5,6 +5,11 @@ import importlib
 import types
 from collections.abc import Iterable
 
+
+class UserError(ValueError):
+  """Something that whoever typed the command can put right; shown as one line, exit code 2."""
+
+
 EXPERIMENTS: dict[str, str] = {
   "cgp": "foliax.experiments.cgp",
 }
@@ -20,21 +25,21 @@ def load(method: str) -> types.ModuleType:
   Returns:
     The module.
   Raises:
-    ValueError: there is no such experiment.
+    UserError: there is no such experiment.
   """
   if method in EXPERIMENTS:
     return importlib.import_module(EXPERIMENTS[method])
   if "." not in method:
-    raise ValueError(f"unknown method {method!r}; {nearest(method, EXPERIMENTS)}")
+    raise UserError(f"unknown method {method!r}; {nearest(method, EXPERIMENTS)}")
   try:
     module = importlib.import_module(method)
   except ModuleNotFoundError as error:
     if error.name and (method == error.name or method.startswith(error.name + ".")):
-      raise ValueError(f"no module named {method!r}; is it on PYTHONPATH?") from None
+      raise UserError(f"no module named {method!r}; is it on PYTHONPATH?") from None
     raise
   missing = [f for f in ("get_config", "run", "claims", "figures") if not hasattr(module, f)]
   if missing:
-    raise ValueError(f"module {method!r} is no experiment: it lacks {', '.join(missing)}")
+    raise UserError(f"module {method!r} is no experiment: it lacks {', '.join(missing)}")
   return module
 
 
@@ -42,12 +47,12 @@ def split(target: str) -> tuple[str, str]:
   """Splits `method:scale`.
 
   Raises:
-    ValueError: no scale was given, or it is not one of `SCALES`.
+    UserError: no scale was given, or it is not one of `SCALES`.
   """
   method, _, scale = target.partition(":")
   if scale not in SCALES:
     named = f"unknown scale {scale!r}" if scale else f"no scale in {target!r}"
-    raise ValueError(
+    raise UserError(
       f"{named}; write {method or 'METHOD'}:SCALE with SCALE one of {', '.join(SCALES)}"
     )
   return method, scale

@@ -69,3 +69,14 @@ def read_sealed(path: pathlib.Path) -> Any:
   if hashlib.sha256(to_json(value).encode()).hexdigest() != seal:
     raise ValueError(f"{path} is damaged: its checksum does not match")
   return value
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested dictionaries as one, with dotted names."""
+  flat: dict[str, Any] = {}
+  for key, value in tree.items():
+    if isinstance(value, dict) and value:
+      flat |= flatten(value, f"{prefix}{key}.")
+    else:
+      flat[f"{prefix}{key}"] = value
+  return flat
