@@ -114,7 +114,8 @@ class Report(NamedTuple):
     """Upper bound on the memory of one device in bytes: arguments, outputs and temporaries."""
     if self.temp_bytes is None:
       return None
-    return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+    held = (self.argument_bytes, self.output_bytes, self.temp_bytes)
+    return sum(filter(None, held)) - (self.alias_bytes or 0)
 
   def __str__(self) -> str:
     verdict = "compiles" if self.ok else f"fails: {self.error}"
@@ -230,10 +231,20 @@ def preflight(
   started = time.monotonic()
   with tempfile.TemporaryDirectory(prefix="foliax-preflight-") as folder:
     outcome = _run_child(pathlib.Path(folder), payload, chosen, timeout_seconds)
-  blank = dict.fromkeys(Report._fields[4:10]) | {"collectives": {}}
-  fields = blank | {"target": target, "device_bytes": chosen.device_bytes} | outcome
-  report = Report(ok=fields["error"] is None, seconds=time.monotonic() - started, **fields)
-  return report if not report.ok else _judge(report, limits or {})
+  report = Report(
+    target=target,
+    ok=outcome["error"] is None,
+    error=None,
+    seconds=time.monotonic() - started,
+    argument_bytes=None,
+    output_bytes=None,
+    temp_bytes=None,
+    alias_bytes=None,
+    device_bytes=chosen.device_bytes,
+    flops=None,
+    collectives={},
+  )._replace(**outcome)
+  return _judge(report, limits or {}) if report.ok else report
 
 
 def _judge(report: Report, limits: Mapping[str, float]) -> Report:
@@ -242,10 +253,9 @@ def _judge(report: Report, limits: Mapping[str, float]) -> Report:
     for name, limit in limits.items()
     if getattr(report, name) is None or getattr(report, name) > limit
   ]
-  if report.peak_bytes > report.device_bytes:
-    over.insert(
-      0, f"needs {_size(report.peak_bytes)} a device, which has {_size(report.device_bytes)}"
-    )
+  peak = report.peak_bytes
+  if peak is not None and peak > report.device_bytes:
+    over.insert(0, f"needs {_size(peak)} a device, which has {_size(report.device_bytes)}")
   return report._replace(ok=not over, error="; ".join(over) or None)
 
 
@@ -288,19 +298,15 @@ def _pickle(payload: Any) -> bytes:
   """Pickles code too, including jitted functions, which do not survive pickling by themselves."""
   import jax
 
-  cloudpickle = extras.require("cloudpickle", "preflight")
-  jitted = type(jax.jit(_size))
+  def reduce(function):
+    if _importable(function):
+      return function.__qualname__
+    return _jit, (function.__wrapped__, _jit_options(function))
 
-  class Pickler(cloudpickle.CloudPickler):
-    def reducer_override(self, obj):
-      if not isinstance(obj, jitted):
-        return super().reducer_override(obj)
-      if _importable(obj):
-        return obj.__qualname__
-      return _jit, (obj.__wrapped__, _jit_options(obj))
-
+  base = extras.require("cloudpickle", "preflight").CloudPickler
+  table = {**base.dispatch_table, type(jax.jit(_size)): reduce}
   buffer = io.BytesIO()
-  Pickler(buffer).dump(payload)
+  type("Pickler", (base,), {"dispatch_table": table})(buffer).dump(payload)
   return buffer.getvalue()
 
 
