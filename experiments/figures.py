@@ -15,11 +15,11 @@ from typing import Any
 from foliax import extras
 
 PALETTE = {
-  "blue": "#2a74d4",
+  "blue": "#1f6bd0",
   "orange": "#de7a12",
   "green": "#0e8a63",
   "magenta": "#c42a98",
-  "violet": "#9a84f0",
+  "violet": "#9b82f2",
   "brown": "#9a6b1f",
   "grey": "#808790",
 }
@@ -40,6 +40,7 @@ def style() -> Iterator[None]:
   lines = cycler.cycler(color=list(PALETTE.values())) + cycler.cycler(linestyle=_DASHES)
   with matplotlib.rc_context(
     {
+      "axes.axisbelow": True,
       "axes.edgecolor": FOREGROUND,
       "axes.facecolor": "none",
       "axes.grid": True,
@@ -49,7 +50,7 @@ def style() -> Iterator[None]:
       "axes.spines.top": False,
       "axes.titlelocation": "left",
       "axes.titlesize": 11,
-      "axes.titleweight": "semibold",
+      "axes.titleweight": "bold",
       "figure.constrained_layout.use": True,
       "figure.dpi": 100,
       "figure.facecolor": "none",
@@ -100,6 +101,7 @@ def svg(figure: Any, name: str, caption: str) -> str:
   text = re.sub(r'href="#', f'href="#{name}-', text)
   text = re.sub(r"url\(#", f"url(#{name}-", text)
   text = text.replace(FOREGROUND, "currentColor").replace(SURFACE, "var(--surface, Canvas)")
+  text = text.replace("font: bold ", "font: 600 ")
   text = re.sub(r"(font: [^;\"]*?px )[^;\"]+", rf"\g<1>{_FONT}", text)
   text = re.sub(r"font-family: [^;\"]+", f"font-family: {_FONT}", text)
   head = (

@@ -51,7 +51,7 @@ def page(document: dict[str, Any], drawn: list[tuple[str, str, str]]) -> str:
     f'<p class="note">Repeat with <code>foliax run {text(document["method"])}:'
     f"{text(document['scale'])}</code>; the measured numbers are in <code>results.json</code> "
     "beside this page.</p>",
-    _table(document["config"]),
+    _table(storage.flatten(document["config"])),
     '</section><section aria-labelledby="provenance"><h2 id="provenance">Provenance</h2>',
     _table(origin),
     "</section>",
@@ -115,12 +115,12 @@ def _sentence(claims: list[Claim]) -> str:
 
 
 def _claim(claim: Claim) -> str:
-  numbers = f"{verdicts.measured(claim.statistic)}, wanted {verdicts.wanted(claim)}"
   note = f'<p class="note">{text(claim.note)}</p>' if claim.note else ""
   return (
     f'<li class="claim {css_class(claim.verdict)}"><div>{badge(claim.verdict)}'
     f'<span class="id">{text(claim.id)}</span><p>{text(claim.sentence)}</p>{note}</div>'
-    f'<div>{_interval(claim)}<span class="numbers">{text(numbers)}</span></div></li>\n'
+    f'<div>{_interval(claim)}<span class="numbers">{text(verdicts.comparison(claim))}</span></div>'
+    "</li>\n"
   )
 
 
@@ -167,8 +167,11 @@ def _figure(index: int, name: str, caption: str, element: str) -> str:
 
 
 def _table(values: dict[str, Any]) -> str:
-  rows = "".join(
-    f"<dt>{text(name)}</dt><dd>{text(value if isinstance(value, str) else json.dumps(value))}</dd>"
-    for name, value in storage.flatten(values).items()
-  )
+  rows = "".join(f"<dt>{text(k)}</dt><dd>{text(_value(v))}</dd>" for k, v in values.items())
   return f'<dl class="table">{rows}</dl>'
+
+
+def _value(value: Any) -> str:
+  if isinstance(value, dict):
+    return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
+  return value if isinstance(value, str) and value else json.dumps(value)

@@ -39,7 +39,7 @@ def table(documents: list[dict[str, Any]]) -> str:
     cells[1] = f"**{cells[1]}**" if cells[1] else ""
     paper = document["paper"]
     link = f" ([paper](https://arxiv.org/abs/{paper}))" if paper else ""
-    name = f"[{_cell(document['title'])}](results/{document['method']}.json){link}"
+    name = f"[{_cell(document['title'])}](results/{_stem(document)}){link}"
     origin = document["provenance"]
     when = f"{document['scale']}, {origin['date'][:10]}"
     rows.append(f"| {name} | {' | '.join(cells)} | {when} |")
@@ -67,7 +67,7 @@ def add(rundir: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   document = run.finished(rundir)
   if document is None:
     raise UserError(f"{rundir} holds no finished run; give the --workdir of one")
-  path = folder / f"{document['method'].rpartition('.')[2]}.json"
+  path = folder / _stem(document)
   folder.mkdir(parents=True, exist_ok=True)
   shutil.copyfile(rundir / "results.json", path)
   return path
@@ -93,14 +93,18 @@ def _method(document: dict[str, Any]) -> str:
   order = ("fails", "undecided", "not measured", "holds")
   items = "".join(
     f"<li><span>{report.badge(c.verdict)}</span><span>{report.text(c.sentence)}"
-    f'<span class="numbers">{report.text(c.id)}: {report.text(verdicts.measured(c.statistic))}, '
-    f"wanted {report.text(verdicts.wanted(c))}</span></span></li>"
+    f'<span class="numbers">{report.text(c.id)}: {report.text(verdicts.comparison(c))}'
+    f"{report.text(f' ({c.note})' if c.note else '')}</span></span></li>"
     for c in sorted(claims, key=lambda c: order.index(c.verdict))
   )
   return (
     f'<article class="method"><h3>{report.text(document["title"])}</h3>{report.facts(document)}'
     f"{report.bar(claims)}<ul>{items}</ul></article>"
   )
+
+
+def _stem(document: dict[str, Any]) -> str:
+  return f"{document['method'].rpartition('.')[2]}.json"
 
 
 def _cell(text: str) -> str:

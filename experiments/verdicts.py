@@ -32,6 +32,12 @@ def wanted(claim: Claim) -> str:
   return f"{_RELATIONS[claim.relation]} {number(claim.threshold)}"
 
 
+def comparison(claim: Claim) -> str:
+  """`0.12 [0.1, 0.15], wanted ≤ 0.5`; what was measured is left out when nothing was."""
+  value = "" if claim.statistic is None else f"{measured(claim.statistic)}, "
+  return f"{value}wanted {wanted(claim)}"
+
+
 def claims_of(document: dict[str, Any]) -> list[Claim]:
   """The claims of a results document."""
   return [Claim.from_dict(fields) for fields in document["claims"]]

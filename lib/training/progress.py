@@ -28,7 +28,7 @@ class Progress:
     self._bar = None
     self._task = None
     self._lock = threading.RLock()
-    self._shown = self._closed = False
+    self._shown = self._closed = self._said_done = False
     self._timer = threading.Timer(DELAY_SECONDS, self._show)
     self._timer.daemon = True
     self._timer.start()
@@ -56,7 +56,7 @@ class Progress:
       self._timer.cancel()
       if self._bar is not None:
         self._bar.stop()
-      elif self._shown:
+      elif self._shown and not self._said_done:
         self._line()
 
   def _show(self) -> None:
@@ -73,7 +73,8 @@ class Progress:
   def _line(self) -> None:
     self._last_line = time.monotonic()
     left = self.seconds_left()
-    if self.done >= self.total:
+    self._said_done = self.done >= self.total
+    if self._said_done:
       tail = f"done in {duration(self._last_line - self._start)}"
     else:
       tail = "" if left is None else f"{duration(left)} left"

@@ -141,7 +141,7 @@ def test_overrides_keep_the_type_of_the_field(flags, field, value):
     ("run cgp", "no scale in 'cgp'"),
     ("run outside.nothing:smoke", "no module named 'outside.nothing'"),
     ("run json.decoder:smoke", "is no experiment: it lacks get_config, run, claims, figures"),
-    (f"run {WALK}:pod", "has no scale pod: a random walk needs no pod"),
+    (f"run {WALK}:laptop", "has no scale laptop: a random walk needs no laptop"),
     (f"run {WALK}:smoke --config.stepps=3", "unknown config field 'stepps'; did you mean steps"),
     (f"run {WALK}:smoke --config.walk=3", "unknown config field 'walk'"),
     (f"run {WALK}:smoke --config.steps=many", "steps"),
@@ -179,6 +179,61 @@ def test_reproduce_shows_failing_claims_and_succeeds(capsys, tmp_path):
   assert "✗ fails" in out
   assert "report: runs/random_walk-smoke/report.html" in out
   assert (tmp_path / "runs" / "random_walk-smoke" / "results.json").exists()
+
+
+def test_list_names_every_experiment(capsys, monkeypatch):
+  monkeypatch.setattr(registry, "EXPERIMENTS", {"walk": WALK})
+  assert cli.main(["list"]) == 0
+  out = capsys.readouterr().out
+  assert "walk" in out
+  assert "Random walks & their <drift>" in out
+
+
+def _report(target, **fields):
+  from foliax.training.preflight import Report
+
+  known = dict.fromkeys(Report._fields) | {"target": target, "ok": True, "seconds": 1.0}
+  return Report(**known | {"temp_bytes": 2**20, "device_bytes": 2**34, "collectives": {}} | fields)
+
+
+def test_preflight_compiles_every_kernel_and_every_pod_config(capsys, monkeypatch, tmp_path):
+  seen = []
+
+  def compile_case(function, arguments, target, limits):
+    seen.append((target, limits))
+    return _report(target)
+
+  monkeypatch.setattr("foliax.training.preflight.preflight", compile_case)
+  monkeypatch.setattr(registry, "EXPERIMENTS", {"walk": WALK})
+  assert cli.main(["preflight", "--json=report.json"]) == 0
+  reports = json.loads((tmp_path / "report.json").read_text())
+  assert {r["owner"] for r in reports} >= {"envelope", "walk:pod"}
+  assert len(reports) == len(seen)
+  assert any(limits for _, limits in seen)  # the envelope's memory bound is passed on
+  assert "walk:pod: cumulative sum  v5e-1  ✓ compiles  1" in capsys.readouterr().out
+  seen.clear()
+  assert cli.main(["preflight", WALK]) == 0
+  assert seen == [("v5e-1", {})]
+
+
+@pytest.mark.parametrize("how", ["report", "missing"])
+def test_preflight_fails_when_a_case_fails(capsys, monkeypatch, how):
+  def compile_case(function, arguments, target, limits):
+    if how == "missing":
+      raise ModuleNotFoundError("the compiler is not installed")
+    return _report(target, ok=False, error="too much memory")
+
+  monkeypatch.setattr("foliax.training.preflight.preflight", compile_case)
+  assert cli.main(["preflight", WALK]) == 1
+  out = capsys.readouterr().out
+  assert "✗ fails" in out
+  assert ("not installed" if how == "missing" else "too much memory") in out
+
+
+@pytest.mark.preflight
+def test_preflight_compiles_for_a_real_target(capsys):
+  assert cli.main(["preflight", WALK]) == 0
+  assert "cumulative sum  v5e-1  ✓ compiles" in capsys.readouterr().out
 
 
 def test_fetch_says_size_source_and_licence(capsys):
