@@ -77,9 +77,7 @@ class CandidatePosterior(NamedTuple):
     return self.params.scale[..., None] ** 2 * jnp.maximum(self.standard_variance, 0.0)
 
 
-def matern52(
-  squared_distance: Float[Array, "*shape"],
-) -> Float[Array, "*shape"]:
+def matern52(squared_distance: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """Matern-5/2 correlation (1 + s + s^2/3) exp(-s), s = sqrt(5) r, from r^2.
 
   Source: Rasmussen & Williams 2006, eq. 4.17.
@@ -164,9 +162,6 @@ def standardisation(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Mean and standard deviation of the masked outputs; (mean, 1) where they do not vary.
 
-  Args:
-    y: outputs, any unit.
-    mask: which of them are data.
   Returns:
     Offset and scale in the unit of y.
   """
@@ -186,16 +181,10 @@ def log_marginal_likelihood(
   noise_variance: Float[Array, "n"],
   mask: Bool[Array, "n"],
 ) -> Float[Array, ""]:
-  """Log density of the data under the GP, in the unit of y.
+  """Log density of the data under the GP, in the unit of y; arguments as in `fit`.
 
   Source: Rasmussen & Williams 2006, eq. 2.30.
 
-  Args:
-    params: hyper-parameters.
-    x: inputs.
-    y: outputs (for replicated inputs, their means).
-    noise_variance: variance of the noise of each output, sigma^2 / n_i for a mean of n_i.
-    mask: which rows are data.
   Returns:
     The log density; -inf, with zero gradient, where the covariance cannot be factorised.
   """
@@ -230,10 +219,7 @@ def log_posterior(
   *,
   nugget: bool = False,
 ) -> Float[Array, ""]:
-  """What `fit` maximises: the log marginal likelihood plus the log prior, up to a constant.
-
-  Arguments as in `log_marginal_likelihood`; with `nugget` its prior counts too.
-  """
+  """What `fit` maximises: the log marginal likelihood plus the log prior, up to a constant."""
   mode = _prior_mode(x, y, mask, nugget)
   penalty = jnp.sum(((params.log_lengthscale - mode.log_lengthscale) / LENGTHSCALE_PRIOR[1]) ** 2)
   penalty += ((params.log_amplitude - mode.log_amplitude) / AMPLITUDE_PRIOR[1]) ** 2
@@ -478,8 +464,6 @@ def ucb_beta(
   Args:
     t: number of the call, from 1.
     delta: failure probability in (0, 1).
-  Returns:
-    Squared multiple of the standard deviation, for `upper_confidence_bound`.
   """
   t = jnp.asarray(t, jnp.result_type(float))
   return 2.0 * jnp.log(t**2 * jnp.pi**2 / (6.0 * delta))
