@@ -39,6 +39,13 @@ def test_every_package_in_the_tree_is_listed():
   assert sorted(CONFIG["tool"]["setuptools"]["packages"]) == sorted(modules(ROOT, "__init__.py"))
 
 
+def test_version_is_that_of_the_package():
+  import foliax
+
+  assert foliax.__version__ == CONFIG["project"]["version"]
+  assert f"version: {foliax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_folder_with_modules_is_a_package():
   for folder in FOLDERS.values():
     for path in (ROOT / folder).rglob("*.py"):
