@@ -45,8 +45,9 @@ class Context:
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
     self.save_seconds = save_seconds
-    self._writer = None
+    self._writers: dict[str, Any] = {}
     self._names: set[str] = set()
+    self._loops: list[str] = []
     self._start = time.monotonic()
     try:
       self._earlier = float(storage.read_sealed(self.workdir / "elapsed.json"))
@@ -62,18 +63,22 @@ class Context:
     print(message, file=sys.stderr, flush=True)
 
   def scalars(self, prefix: str, values: dict[str, Any], step: int) -> None:
-    """Writes numbers for TensorBoard under `prefix/tag`.
+    """Writes numbers for TensorBoard.
 
     Args:
-      prefix: group of the charts, e.g. the name of the arm.
+      prefix: name of the curves, e.g. the arm; curves with the same tag share a chart.
       values: number per tag.
-      step: position on the horizontal axis.
+      step: position on the horizontal axis. The first step that a resumed run writes replaces what
+        the run before it had written from there on.
     """
-    if self._writer is None:
+    if prefix not in self._writers:
       board = extras.require("tensorboardX", "experiments")
-      self._writer = board.SummaryWriter(str(self.workdir / "tensorboard"))
+      self._check_name(prefix)
+      folder = self.workdir / "tensorboard" / prefix
+      purged = int(step) if folder.exists() else None
+      self._writers[prefix] = board.SummaryWriter(str(folder), purge_step=purged)
     for tag, value in values.items():
-      self._writer.add_scalar(f"{prefix}/{tag}", float(value), int(step))
+      self._writers[prefix].add_scalar(tag, float(value), int(step))
 
   def stage(self, name: str, function: Callable[[], Any], **dependencies: Any) -> Any:
     """Runs a piece of work once in the life of the work directory.
@@ -128,6 +133,10 @@ class Context:
       ValueError: a step changed the structure, a shape or a dtype of the state.
     """
     self._claim_name(name)
+    for other in self._loops:
+      if name.startswith(other + "/") or other.startswith(name + "/"):
+        raise ValueError(f"loop {name!r} and loop {other!r} would share a folder; rename one")
+    self._loops.append(name)
     folder = self.workdir / "checkpoints" / name
     carry = jax.tree.map(_plain_leaf, init)
     form = _form(carry)
@@ -159,12 +168,15 @@ class Context:
   def close(self) -> None:
     """Flushes what is still to be written."""
     self._note_time()
-    if self._writer is not None:
-      self._writer.close()
+    for writer in self._writers.values():
+      writer.close()
 
-  def _claim_name(self, name: str) -> None:
+  def _check_name(self, name: str) -> None:
     if not _NAME.fullmatch(name):
       raise ValueError(f"name {name!r} must be letters, digits and _.=,+-, with / for folders")
+
+  def _claim_name(self, name: str) -> None:
+    self._check_name(name)
     if name in self._names:
       raise ValueError(f"the name {name!r} was already used in this run; give each piece its own")
     self._names.add(name)
@@ -174,10 +186,8 @@ class Context:
 
   def _save(self, folder: pathlib.Path, carry: Any, records: list[Any]) -> None:
     checkpoint = folder.absolute() / str(len(records))
-    # A folder without its sealed file is the remainder of a save that was killed.
-    shutil.rmtree(checkpoint, ignore_errors=True)
     with contextlib.closing(_checkpointer()) as checkpointer:
-      checkpointer.save(checkpoint, carry)
+      checkpointer.save(checkpoint, {"carry": carry})  # Orbax refuses a bare array
     seal = {"files": _digest(checkpoint), "records": records}
     storage.write_sealed(folder / f"{len(records)}.json", seal)
     for old in _sealed_steps(folder)[_KEPT:]:
@@ -186,14 +196,18 @@ class Context:
     self._note_time()
 
   def _restore(self, folder: pathlib.Path, carry: Any) -> tuple[Any, list[Any]]:
-    for done in _sealed_steps(folder):
+    sealed = _sealed_steps(folder)
+    for remainder in folder.glob("*/"):
+      if remainder.name not in map(str, sealed):  # a save that was killed
+        shutil.rmtree(remainder)
+    for done in sealed:
       checkpoint = folder.absolute() / str(done)
       try:
         seal = storage.read_sealed(folder / f"{done}.json")
         if seal["files"] != _digest(checkpoint):
           raise ValueError(f"{checkpoint} is damaged: its checksum does not match")
         with contextlib.closing(_checkpointer()) as checkpointer:
-          return checkpointer.restore(checkpoint, carry), seal["records"]
+          return checkpointer.restore(checkpoint, {"carry": carry})["carry"], seal["records"]
       except ValueError as error:
         self.say(f"loop {folder.name}: {error}; going back to an earlier state")
         (folder / f"{done}.json").unlink()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,11 @@ def to_json(value: Any) -> str:
   Raises:
     TypeError: something in `value` is neither JSON nor an array of numbers.
   """
-  return json.dumps(value, default=_plain, indent=1)
+  text = json.dumps(value, default=_plain, indent=1)
+  # A list of numbers fits on a line. Inside strings JSON has no bare newline, so none is touched.
+  return re.sub(
+    r"\[\n[^\[\]{}]*\n *\]", lambda m: re.sub(r"\n *", "", m[0].replace(",\n", ", \n")), text
+  )
 
 
 def _plain(value: Any) -> Any:

@@ -28,8 +28,8 @@ def measured(interval: Interval | None) -> str:
 
 
 def wanted(claim: Claim) -> str:
-  """`≤ 0.5`."""
-  return f"{_RELATIONS[claim.relation]} {number(claim.threshold)}"
+  """`≤ 0.5`, kept on one line."""
+  return f"{_RELATIONS[claim.relation]}\N{NO-BREAK SPACE}{number(claim.threshold)}"
 
 
 def comparison(claim: Claim) -> str:

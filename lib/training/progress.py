@@ -93,7 +93,6 @@ def _start_bar(stream: Any):
     columns.TextColumn("{task.description}"),
     columns.BarColumn(),
     columns.MofNCompleteColumn(),
-    columns.TimeElapsedColumn(),
     columns.TextColumn("left"),
     columns.TimeRemainingColumn(),
     console=consoles.Console(file=stream),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from foliax.experiments import storage
 from foliax.experiments.context import Context
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def test_stage_runs_once_and_returns_its_stored_form(tmp_path):
@@ -171,7 +174,44 @@ def test_scalars_are_written_for_tensorboard(tmp_path):
   context = Context(tmp_path)
   context.scalars("arm", {"regret": np.float32(0.5)}, 3)
   context.close()
-  assert any((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+  assert any((tmp_path / "tensorboard" / "arm").glob("events.out.tfevents.*"))
+
+
+def test_resumed_curves_do_not_run_backwards(tmp_path):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+  for steps in (range(6), range(3, 9)):  # killed after step 5, resumed from step 3
+    context = Context(tmp_path)
+    for i in steps:
+      context.scalars("arm", {"regret": i * 0.5}, i)
+    context.close()
+    time.sleep(1.1)  # names of event files carry the second
+  events = EventAccumulator(str(tmp_path / "tensorboard" / "arm")).Reload().Scalars("regret")
+  assert [(e.step, e.value) for e in events] == [(i, i * 0.5) for i in range(9)]
+
+
+def test_remainders_of_a_killed_save_are_removed(tmp_path):
+  Context(tmp_path).loop("w", _start(), _walk(), 3)
+  folder = tmp_path / "checkpoints" / "w"
+  (folder / "5.orbax-checkpoint-tmp").mkdir()
+  (folder / "4").mkdir()
+  Context(tmp_path).loop("w", _start(), _walk(), 5)
+  assert sorted(p.name for p in folder.iterdir()) == ["3", "3.json", "5", "5.json"]
+
+
+@pytest.mark.parametrize("init", [0, None, (), {}, jnp.zeros(2), (None, {"a": np.ones(1)}, [])])
+def test_state_may_be_any_pytree_of_arrays(tmp_path, init):
+  first = Context(tmp_path).loop("w", init, lambda c, i: (c, i), 2)
+  again = Context(tmp_path).loop("w", init, lambda c, i: pytest.fail("ran again"), 2)
+  assert jax.tree.structure(first) == jax.tree.structure(again)
+  jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+def test_loops_whose_folders_would_overlap_are_refused(tmp_path):
+  context = Context(tmp_path)
+  context.loop("w", 0, lambda c, i: (c, i), 1)
+  with pytest.raises(ValueError, match="share a folder"):
+    context.loop("w/3", 0, lambda c, i: (c, i), 1)
 
 
 def test_elapsed_time_adds_up_over_resumed_runs(tmp_path):
@@ -179,3 +219,23 @@ def test_elapsed_time_adds_up_over_resumed_runs(tmp_path):
   first._start -= 100.0
   first.close()
   assert 100.0 <= Context(tmp_path).elapsed() < 110.0
+
+
+@given(
+  st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text("[]{}, \n\"'a"),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text("[]{},\n a"), inner),
+  )
+)
+def test_json_lists_on_one_line_hold_the_same_values(value):
+  text = storage.to_json(value)
+  assert json.loads(text) == value
+  assert storage.round_trip(value) == value
+
+
+def test_json_lists_of_numbers_take_one_line():
+  assert storage.to_json({"a": [1, 2.5], "b": []}) == '{\n "a": [1, 2.5],\n "b": []\n}'
