@@ -91,8 +91,8 @@ class Report(NamedTuple):
     argument_bytes, output_bytes, temp_bytes, alias_bytes: memory of one device. Aliased bytes
       (donated arguments that outputs reuse) are counted in both arguments and outputs.
     device_bytes: memory that one device has.
-    flops: floating point operations of one device, None when unknown. A loop body counts once
-      unless the compiler knows its trip count, and a kernel counts what its cost estimate says.
+    flops: floating point operations of one device, None when unknown. The body of a loop or scan
+      counts once, and a kernel counts what its cost estimate says.
     collectives: how often each kind of collective stands in the compiled program. One inside a loop
       body counts once.
   """
@@ -440,7 +440,7 @@ def _compile(
   memory = compiled.memory_analysis()
   flops = (compiled.cost_analysis() or {}).get("flops")
   if flops is None:
-    flops = _flops(jitted, treedef, leaves, specs, laid.abstract_mesh)
+    flops = _flops(function, treedef, leaves, specs, laid.abstract_mesh)
   collectives: dict[str, int] = {}
   for kind in _COLLECTIVE.findall(compiled.as_text()):
     collectives[kind] = collectives.get(kind, 0) + 1
@@ -456,7 +456,7 @@ def _compile(
 
 
 def _flops(
-  jitted: Any, treedef: Any, leaves: list[Any], specs: list[Any], mesh: Any
+  function: Callable[..., Any], treedef: Any, leaves: list[Any], specs: list[Any], mesh: Any
 ) -> float | None:
   """FLOPs of one device, counted in the program lowered for the CPU: XLA:GPU reports none."""
   import jax
@@ -466,6 +466,8 @@ def _flops(
     leaf.update(sharding=jax.sharding.NamedSharding(mesh, spec))
     for leaf, spec in zip(leaves, specs, strict=True)
   )
+  # Without the options of its jit: output shardings by PartitionSpec want devices.
+  jitted = jax.jit(getattr(function, "__wrapped__", function))
   try:
     with jax.sharding.use_abstract_mesh(mesh):
       lowered = jitted.trace(*arguments).lower(lowering_platforms=("cpu",))

@@ -68,6 +68,36 @@ def test_shard_map_finds_the_mesh_of_the_slice(target):
   assert report.collectives == {"all-reduce": 1}
 
 
+@pytest.mark.parametrize("target", ["v5e-16", pytest.param("h200x8", marks=GPU)])
+def test_sharded_train_step_gathers_parameters_and_reuses_donated_state(target):
+  """Parameters split over both axes, batch over `data`, as in fully sharded training."""
+  devices = 16 if target == "v5e-16" else 8
+  mesh = AbstractMesh((devices // 2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+  def struct(shape, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+  params = {"w": struct((4, 512, 512), None, "data", "model")}
+  specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+
+  def step(params, x):
+    def loss(params):
+      h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])
+      return (h**2).mean()
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=(specs, PartitionSpec()))
+  report = preflight(jitted, (params, struct((256, 512), "data", None)), target)
+  assert report.ok, report.error
+  assert report.alias_bytes == 4 * 4 * 512 * 512 // devices
+  assert report.collectives["all-gather"] > 0
+  assert report.collectives["all-reduce"] + report.collectives.get("reduce-scatter", 0) > 0
+  assert report.flops > 0
+
+
 def test_donated_state_is_reused_not_doubled():
   state = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
 
