@@ -113,10 +113,10 @@ def svg(figure: Any, name: str, caption: str) -> str:
 
 def standalone(element: str) -> str:
   """An `svg` element as a file of its own, dark where the reader's system is dark."""
-  sheet = (
-    f"<style>svg {{ color: {LIGHT['text']}; --surface: {LIGHT['surface']} }} "
-    "@media (prefers-color-scheme: dark) "
-    f"{{ svg {{ color: {DARK['text']}; --surface: {DARK['surface']} }} }}</style>"
+  light, dark = (
+    f"svg {{ color: {theme['text']}; --surface: {theme['surface']}; background: var(--surface) }}"
+    for theme in (LIGHT, DARK)
   )
+  sheet = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
   end = element.index(">") + 1
   return f'<?xml version="1.0" encoding="utf-8"?>\n{element[:end]}\n{sheet}{element[end:]}'

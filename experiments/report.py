@@ -115,11 +115,13 @@ def _sentence(claims: list[Claim]) -> str:
 
 
 def _claim(claim: Claim) -> str:
+  # The drawing has the threshold written on it.
+  numbers = verdicts.measured(claim.statistic) if claim.statistic else verdicts.comparison(claim)
   note = f'<p class="note">{text(claim.note)}</p>' if claim.note else ""
   return (
     f'<li class="claim {css_class(claim.verdict)}"><div>{badge(claim.verdict)}'
     f'<span class="id">{text(claim.id)}</span><p>{text(claim.sentence)}</p>{note}</div>'
-    f'<div>{_interval(claim)}<span class="numbers">{text(verdicts.comparison(claim))}</span></div>'
+    f'<div>{_interval(claim)}<span class="numbers">{text(numbers)}</span></div>'
     "</li>\n"
   )
 

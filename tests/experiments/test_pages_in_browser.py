@@ -84,6 +84,18 @@ def test_page_opens_without_errors_and_shows_something(pages, browser, kind, the
   assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize(("theme", "background"), [("light", "white"), ("dark", "#171a20")])
+def test_figure_file_brings_its_own_background(pages, browser, theme, background):
+  from PIL import Image, ImageColor
+
+  page, errors, _ = _open(browser, pages["report"].parent / "figures" / "paths.svg", theme)
+  shot = page.screenshot(path=SCREENSHOTS / f"figure-{theme}.png")
+  assert Image.open(io.BytesIO(shot)).convert("RGB").getpixel((2, 2)) == ImageColor.getrgb(
+    background
+  )
+  assert errors == []
+
+
 def test_an_error_on_a_page_would_be_noticed(tmp_path, browser):
   path = tmp_path / "bad.html"
   path.write_text(
