@@ -1,1 +1,1 @@
-"""Kernels: one operation per module, each with an XLA form (the specification), a TPU and a GPU form."""
+"""Kernels, one operation per module: an XLA form, which is the specification, TPU and GPU forms."""

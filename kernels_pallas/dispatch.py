@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 IMPLEMENTATIONS = ("xla", "pallas", None)
 
@@ -50,16 +52,17 @@ def dispatch(
     *args: arrays (pytrees), the same for every form.
     xla: the XLA form, called as `xla(*args)`.
     tpu: the `pl.pallas_call` form, called as `tpu(*args, interpret=...)`.
-    gpu: the `plgpu.kernel` form, called as `gpu(*args, interpret=...)`. The XLA form takes its place
-      on jax older than 0.11, and where a GPU of this process is older than Hopper (no TMA).
-    implementation: `"xla"`; `"pallas"`, the kernel of the platform that the program is lowered for
-      (lowering for a CPU is then an error); or None, the kernel on TPU and CUDA, XLA elsewhere.
+    gpu: the `plgpu.kernel` form, called as `gpu(*args, interpret=...)`. The XLA form takes its
+      place on jax older than 0.11, and where a GPU of this process is older than Hopper (no TMA).
+    implementation: `"xla"`; `"pallas"`, the kernel of the platform that the program is lowered for,
+      and an error when it is lowered for a CPU; or None, the kernel on TPU and CUDA, XLA elsewhere.
     interpret: simulator parameters, with `implementation="pallas"` only: `pltpu.InterpretParams`
       runs the TPU form and `plgpu.InterpretGPUParams` the GPU form, on any platform.
   Returns:
     The result of the form.
   Raises:
-    ValueError: `implementation` is unknown, or `interpret` does not fit it.
+    ValueError: `implementation` is unknown, `interpret` does not fit it, or the program is lowered
+      for a platform that has no kernels.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
@@ -72,16 +75,18 @@ def dispatch(
         f"interpret runs a kernel in its simulator, but implementation is {implementation!r}; "
         "pass implementation='pallas' with it"
       )
-    return _simulated(args, tpu, gpu, interpret)
+    form = {"tpu": tpu, "gpu": functools.partial(_gpu_varying, xla, gpu)}[_simulated(interpret)]
+    return form(*args, interpret=interpret)
   if implementation == "xla":
     return xla(*args)
   branches = {
     "tpu": lambda *a: tpu(*a, interpret=False),
-    "cuda": (lambda *a: gpu(*a, interpret=False)) if _hopper_or_absent() else xla,
+    "cuda": functools.partial(_gpu_varying, xla, gpu, interpret=None)
+    if _hopper_or_absent()
+    else xla,
   }
-  if implementation is None:
-    branches["default"] = xla
-  return jax.lax.platform_dependent(*args, **branches)
+  default = xla if implementation is None else functools.partial(_refuse, xla)
+  return jax.lax.platform_dependent(*args, default=default, **branches)
 
 
 @functools.cache
@@ -96,15 +101,80 @@ def _hopper_or_absent() -> bool:
   return all(float(gpu.compute_capability) >= 9.0 for gpu in gpus)
 
 
-def _simulated(args: tuple, tpu: Callable, gpu: Callable, interpret: Any) -> Any:
+def _simulated(interpret: Any) -> str:
+  """Which form the simulator parameters are for."""
   if isinstance(interpret, pltpu.InterpretParams):
-    return tpu(*args, interpret=interpret)
+    return "tpu"
   if GPU_KERNELS:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if isinstance(interpret, plgpu.InterpretGPUParams):
-      return gpu(*args, interpret=interpret)
+      return "gpu"
   raise ValueError(
     f"interpret is {interpret!r}, allowed are pltpu.InterpretParams and, from jax 0.11 on, "
     f"plgpu.InterpretGPUParams; this is jax {jax.__version__}"
   )
+
+
+def _gpu_varying(xla: Callable, gpu: Callable, *args: Any, interpret: Any) -> Any:
+  """The GPU form, its results marked as varying over the mesh axes that those of XLA vary over.
+
+  plgpu.kernel drops the marks that shard_map needs to tell sharded from replicated values.
+  """
+
+  mark = lambda result, like: _varying(result, _axes(like))
+  return jax.tree.map(mark, gpu(*args, interpret=interpret), jax.eval_shape(xla, *args))
+
+
+def vary_alike(arrays: Any) -> Any:
+  """Marks all arrays of a pytree as varying over the mesh axes that any of them varies over.
+
+  Inside a shard_map, a custom_vjp whose arguments are partly sharded, partly replicated would have
+  to sum some gradients over the mesh; behind this function JAX does so itself. Elsewhere it does
+  nothing.
+  """
+  axes = frozenset().union(*(_axes(jax.typeof(x)) for x in jax.tree.leaves(arrays)))
+  return jax.tree.map(lambda x: _varying(x, axes), arrays)
+
+
+def _axes(array_type: Any) -> frozenset:
+  """The mesh axes that an array of this type varies over; none outside of shard_map."""
+  manual = array_type.manual_axis_type
+  return frozenset() if manual is None else manual.varying
+
+
+def _varying(array: jax.Array, axes: frozenset) -> jax.Array:
+  axes = axes - _axes(jax.typeof(array))
+  return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+
+
+# Stands where a kernel is missing. What platform a program is lowered for is not known while it is
+# traced, so only the lowering of this primitive can refuse, in words that say what to do.
+_no_kernel = Primitive("no_kernel")
+_no_kernel.multiple_results = True
+_no_kernel.def_abstract_eval(
+  lambda *_, types: [jax.core.ShapedArray(shape, dtype) for shape, dtype in types]
+)
+
+
+def _refuse(xla: Callable, *args: Any) -> Any:
+  leaves, treedef = jax.tree.flatten(jax.eval_shape(xla, *args))
+  types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+  return treedef.unflatten(_no_kernel.bind(*jax.tree.leaves(args), types=types))
+
+
+def _refuse_batched(args, axes, *, types):
+  size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+  types = tuple(((size, *shape), dtype) for shape, dtype in types)
+  return _no_kernel.bind(*args, types=types), [0] * len(types)
+
+
+def _refuse_lowering(context, *args, types):
+  raise ValueError(
+    f"implementation is 'pallas' on {context.module_context.platforms}, kernels exist for TPU and "
+    "for CUDA; pass None or 'xla', or simulator parameters as interpret"
+  )
+
+
+batching.primitive_batchers[_no_kernel] = _refuse_batched
+mlir.register_lowering(_no_kernel, _refuse_lowering)

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from foliax.kernels_pallas.dispatch import CompileCase, dispatch, vary_alike
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
-
-from foliax.kernels_pallas.dispatch import CompileCase, dispatch
 
 # Distances of the XLA form live in a tile of this many elements: half a MB, what a core's second
 # level of cache holds. Up to four tiles, one fused pass is faster than a loop.
@@ -57,7 +56,7 @@ class Envelope(NamedTuple):
 
 
 class _Forms(NamedTuple):
-  """What every form returns: values and the first arm that attains them; None for what is unasked."""
+  """What every form returns: bounds and the first arm that attains them; None if not asked for."""
 
   upper: Any
   argmin: Any
@@ -69,7 +68,7 @@ def envelope(
   queries: Float[Array, "m d"],
   arms: Float[Array, "n d"],
   upper_offsets: Float[Array, "n"],
-  lipschitz: Float[Array, ""] | float,
+  lipschitz: Float[Array, ""] | float | int,
   lower_offsets: Float[Array, "n"] | None = None,
   *,
   implementation: str | None = None,
@@ -157,9 +156,8 @@ def _envelope(
     lower_offsets = offsets(lower_offsets, -jnp.inf)
   if queries.shape[0] == 0 or arms.shape[0] == 0:
     implementation, interpret = "xla", None
-  upper, argmin, lower, _ = _bounds(
-    implementation, interpret, clean(queries), clean(arms), upper_offsets, lipschitz, lower_offsets
-  )
+  args = (clean(queries), clean(arms), upper_offsets, lipschitz, lower_offsets)
+  upper, argmin, lower, _ = _bounds(implementation, interpret, *vary_alike(args))
   if lower is None:
     lower = jnp.full_like(upper, -jnp.inf)
   upper = jnp.where(finite, upper, jnp.inf)
@@ -192,7 +190,7 @@ def _bounds_forward(implementation, interpret, *args):
 
 def _bounds_backward(implementation, interpret, residuals, cotangents):
   """Every bound depends on its query, the one arm that attains it, that arm's offset, and L."""
-  (queries, arms, upper_offsets, lipschitz, lower_offsets), out = residuals
+  (queries, arms, upper_offsets, lipschitz, _), out = residuals
   grad_queries, grad_arms = jnp.zeros_like(queries), jnp.zeros_like(arms)
   grad_lipschitz = jnp.zeros_like(lipschitz)
   grad_offsets = []
@@ -242,15 +240,13 @@ def _xla_tile(arms, upper_offsets, lipschitz, lower_offsets, queries) -> _Forms:
   # and from computing the distances once more for each reduction.
   queries, arms = jax.lax.optimization_barrier((queries.T, arms.T))
 
-  def add_square(k, squares):
-    return squares + (queries[k][:, None] - arms[k][None, :]) ** 2
-
-  squares = jnp.zeros((queries.shape[1], arms.shape[1]), queries.dtype)
-  if queries.shape[0] <= _XLA_UNROLL:
-    for k in range(queries.shape[0]):
-      squares = add_square(k, squares)
+  square = lambda k: (queries[k][:, None] - arms[k][None, :]) ** 2
+  d, squares = queries.shape[0], square(0)
+  if d <= _XLA_UNROLL:
+    for k in range(1, d):
+      squares += square(k)
   else:
-    squares = jax.lax.fori_loop(0, queries.shape[0], add_square, squares)
+    squares = jax.lax.fori_loop(1, d, lambda k, total: total + square(k), squares)
   rise = jax.lax.optimization_barrier(lipschitz * jnp.sqrt(squares))
   index = jnp.arange(arms.shape[1], dtype=jnp.int32)
 
@@ -301,10 +297,11 @@ def _tpu_form(
   block = min(_TPU_ARMS, -(-arms.shape[0] // _SUBLANES) * _SUBLANES)
   packed = _pack(arms, upper_offsets, lipschitz, lower_offsets, rows=block, columns=1)
   lanes = min(_TPU_QUERIES, -(-m // 128) * 128)
+  semantics = ("parallel", "arbitrary")
   row = pl.BlockSpec((1, lanes), lambda i, j: (0, i))
-  types = [
-    jax.ShapeDtypeStruct((1, m), dtype) for _ in signs for dtype in (queries.dtype, jnp.int32)
-  ]
+  args = (queries, arms, upper_offsets, lipschitz, lower_offsets)
+  # From the XLA form, for inside a shard_map they must say along which mesh axes results vary.
+  types = jax.eval_shape(lambda *a: [x[None] for x in jax.tree.leaves(_xla_form(*a))], *args)
   out = pl.pallas_call(
     functools.partial(_tpu_body, d, signs),
     grid=(pl.cdiv(m, lanes), packed.shape[0] // block),
@@ -314,7 +311,13 @@ def _tpu_form(
     ],
     out_specs=[row] * len(types),
     out_shape=types,
-    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+    # The simulator does not expect the axis that vmap adds to the grid.
+    compiler_params=None if interpret else pltpu.CompilerParams(dimension_semantics=semantics),
+    cost_estimate=pl.CostEstimate(
+      flops=m * arms.shape[0] * (3 * d + 5 * len(signs)),
+      transcendentals=m * arms.shape[0],
+      bytes_accessed=4 * (m * (d + 2 * len(signs)) + packed.size),
+    ),
     interpret=interpret,
     name="envelope",
   )(queries.T, packed)
@@ -389,7 +392,7 @@ def _gpu_form(
     ],
     grid=(padded.shape[1] // lanes,),
     grid_names=("tile",),
-    interpret=interpret or None,
+    interpret=interpret,
     kernel_name="envelope",
   )(padded, packed)
   out = [x[:m] for x in out]
@@ -415,6 +418,8 @@ def _gpu_body(d, signs, lanes, queries_ref, packed_ref, *refs):
 
     @pl.when(tile + 1 < tiles)
     def _():
+      # Orders the reads of the tile before, which had this slot, against the copy that replaces it.
+      plgpu.commit_smem()
       fetch(tile + 1, 1 - slot)
 
     plgpu.barrier_wait(arrived.at[slot])
@@ -440,21 +445,36 @@ def _gpu_body(d, signs, lanes, queries_ref, packed_ref, *refs):
 
 
 def compile_cases() -> list[CompileCase]:
-  """Both envelopes of 65,536 queries and 2,048 arms in 10 dimensions, and the gradient.
+  """Both envelopes of 65,536 queries and 2,048 arms in 10 dimensions, and more of them.
 
   The limit on temporary memory is 5 % of the distance matrix that is never written.
   """
   m, n, d = 65_536, 2_048, 10
   shapes = ((m, d), (n, d), (n,), (), (n,))
-  arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
   limits = {"temp_bytes": 4 * m * n // 20}
   targets = ("v5e-1", "v6e-1", "h200")
+  mesh = jax.sharding.AbstractMesh((4,), ("queries",))
+  split, whole = jax.sharding.PartitionSpec("queries"), jax.sharding.PartitionSpec()
+  specs = (split, whole, whole, whole, whole)
+  sharded = jax.shard_map(envelope, in_specs=specs, out_specs=split)
+
+  def structs(batch=(), specs=None):
+    shardings = specs and [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+    return tuple(
+      jax.ShapeDtypeStruct(batch + shape, jnp.float32, sharding=shardings and shardings[i])
+      for i, shape in enumerate(shapes)
+    )
 
   def loss(*args):
     out = envelope(*args)
     return jnp.sum(out.upper - out.lower)
 
+  size = f"{m}x{n}x{d}"
   return [
-    CompileCase(f"envelope {m}x{n}x{d}", envelope, arguments, targets, limits),
-    CompileCase(f"envelope gradient {m}x{n}x{d}", jax.grad(loss), arguments, targets, limits),
+    CompileCase(f"envelope {size}", envelope, structs(), targets, limits),
+    CompileCase(f"envelope gradient {size}", jax.grad(loss), structs(), targets, limits),
+    CompileCase(f"envelope batch 4x{size}", jax.vmap(envelope), structs((4,)), targets, limits),
+    CompileCase(
+      f"envelope sharded {size}", sharded, structs(specs=specs), ("v5e-4", "h200x4"), limits
+    ),
   ]
