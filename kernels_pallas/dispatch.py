@@ -75,8 +75,9 @@ def dispatch(
         f"interpret runs a kernel in its simulator, but implementation is {implementation!r}; "
         "pass implementation='pallas' with it"
       )
-    form = {"tpu": tpu, "gpu": functools.partial(_gpu_varying, xla, gpu)}[_simulated(interpret)]
-    return form(*args, interpret=interpret)
+    if _simulated(interpret) == "tpu":
+      return tpu(*args, interpret=interpret)
+    return _gpu_varying(xla, gpu, *args, interpret=interpret)
   if implementation == "xla":
     return xla(*args)
   branches = {
