@@ -7,9 +7,10 @@ Arms x_i with bounds c_i <= f(x_i) <= b_i on an L-Lipschitz f confine it everywh
 Source: arXiv 2601.20231, eq. 2, for the upper envelope; the lower one is its mirror image.
 
 Distances. ‖x‖² + ‖y‖² - 2x·y on the matrix unit loses every digit of a distance below 1e-3: in
-float32, d = 10, it returns anything from 0 to 1.4e-3 for 1e-5. All forms therefore add up (x_k - y_k)², which is exact to a
-few units in the last place down to distances of 1e-19, where the squares underflow. The matrix unit
-would not be faster here: at d = 10 it works on a tenth of its depth, six passes for float32.
+float32, d = 10, it returns anything from 0 to 1.4e-3 for 1e-5. All forms therefore add up
+(x_k - y_k)², exact to a few units in the last place for distances down to 1e-19, where squares
+underflow. The matrix unit would not be faster by much: at d = 10 it works on a tenth of its depth,
+in six passes for float32.
 
 Cost for M queries, N arms, d dimensions, both envelopes: M·N·(3d + 10) FLOP, and at the least
 4·(M·(d + 4) + N·(d + 3)) bytes of memory traffic, against 4·M·N more if distances were written.
