@@ -3,6 +3,12 @@
 Data are those bundled with scikit-learn, so that nothing is downloaded. A point of [0,1]^2 is
 (log10 C, log10 gamma) on a fixed range. One evaluation is one 3-fold cross-validation; its noise is
 that of the random folds, as in practice. `Task.truth` averages over many fold seeds.
+
+What `survey` measured (9 x 9 grid, 5 fold seeds, scikit-learn 1.9), as a scale for sigma and L:
+
+  task               rows  noise (at the best point)  steepest slope  best mean at
+  svm-breast-cancer   400  .0043 (.0037)                         2.5  .983 (.75, .25)
+  svm-digits          300  .0154 (.0053)                         5.7  .947 (.75, .25)
 """
 
 from collections.abc import Sequence
