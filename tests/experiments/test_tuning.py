@@ -62,9 +62,7 @@ def test_survey_finds_noise_slope_and_the_best_point():
   assert survey["best_x"][0] == 1.0
 
 
-@pytest.mark.parametrize(
-  "x", [(0.5,), (0.5, 0.5, 0.5), (-0.01, 0.5), (0.5, 1.01), (np.nan, 0.5)]
-)
+@pytest.mark.parametrize("x", [(0.5,), (0.5, 0.5, 0.5), (-0.01, 0.5), (0.5, 1.01), (np.nan, 0.5)])
 def test_points_outside_the_square_are_refused(x):
   task = load("svm-digits")
   with pytest.raises(ValueError, match=r"two numbers in \[0, 1\]"):
