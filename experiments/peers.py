@@ -51,7 +51,8 @@ def in_process(name: str, dim: int, seed: int) -> Peer:
   if name in NEEDS_TORCH:
     raise ValueError(f"{name!r} needs torch; use PeerProcess with the peers environment")
   require(_MODULES[name], "experiments")
-  return peer_server.OPTIMISERS[name](dim, seed)
+  optimiser: Callable[[int, int], Peer] = peer_server.OPTIMISERS[name]
+  return optimiser(dim, seed)
 
 
 def peers_python() -> pathlib.Path | None:

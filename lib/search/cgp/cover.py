@@ -33,7 +33,8 @@ def root(boxes: int, dim: int, dtype: jnp.dtype) -> Cover:
 
 def restart(cover: Cover, when: Bool[Array, ""]) -> Cover:
   """The root cover where `when`: needed whenever an upper bound may have risen."""
-  fresh = root(*cover.lo.shape, cover.lo.dtype)
+  boxes, dim = cover.lo.shape
+  fresh = root(boxes, dim, cover.lo.dtype)
   return jax.tree.map(lambda a, b: jnp.where(when, a, b), fresh, cover)
 
 
@@ -163,8 +164,8 @@ def refine(
     top = cover.bound.max()
     excess = top - cover.value.max()
     room = jnp.any(~live(cover, lower_bound))
-    # Infinities before the first observation make the comparison false: nothing to refine.
-    return (i < rounds) & room & (excess > tolerance * (top - lower_bound))
+    # A fresh cover has infinite bounds: their difference is no number, and must be refined.
+    return (i < rounds) & room & ~(excess <= tolerance * (top - lower_bound))
 
   return jax.lax.while_loop(
     coarse,

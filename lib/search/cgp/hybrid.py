@@ -15,7 +15,7 @@ from foliax.search import gaussian_process as gp
 from foliax.search.cgp import search
 from foliax.search.cgp import state as arms
 from foliax.search.cgp.state import CGPState, Config
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 EVERY = 10
 """Calls between new candidate sets, and between evaluations of rho."""
@@ -59,8 +59,10 @@ def _data(state):
 def surrogate_init(state: CGPState, config: Config) -> Surrogate:
   """A surrogate that has seen nothing and is refreshed at its first use."""
   candidates = jnp.zeros((SURROGATE_POINTS, config.dim), state.x.dtype)
-  params = gp.fit(*(a[:1] for a in _data(state)), key=state.key, steps=1, restarts=1)
-  return Surrogate(params, _condition(state, params, candidates), jnp.zeros((), jnp.int32))
+  params = jax.eval_shape(gp_fit, state, state.key)
+  like = params, jax.eval_shape(_condition, state, params, candidates)
+  params, posterior = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+  return Surrogate(params, posterior, jnp.zeros((), jnp.int32))
 
 
 def _condition(state, params, candidates):
@@ -104,11 +106,13 @@ def surrogate_refresh(state: CGPState, surrogate: Surrogate, key: Key[Array, ""]
 
 
 def surrogate_observe(
-  state: CGPState, surrogate: Surrogate, x: Float[Array, " d"], y: Float[Array, ""]
+  state: CGPState, surrogate: Surrogate, x: Float[Array, " d"], y: ArrayLike
 ) -> Surrogate:
   """One more call, in O(N^2 + N M)."""
   variance = jnp.maximum(state.sigma**2, 1e-6 * surrogate.params.scale**2)
-  return surrogate._replace(posterior=gp.observe(surrogate.posterior, x, y, variance))
+  return surrogate._replace(
+    posterior=gp.observe(surrogate.posterior, x, jnp.asarray(y, x.dtype), variance)
+  )
 
 
 def gp_ucb(state: CGPState, surrogate: Surrogate) -> Float[Array, " m"]:
@@ -194,7 +198,7 @@ def hybrid_learn(
   config: Config,
   x: Float[Array, " d"],
   repeat_idx: Int[Array, ""],
-  y: Float[Array, ""],
+  y: ArrayLike,
 ) -> HybridState:
   """Takes the call into the Gaussian process."""
   return memory._replace(surrogate=surrogate_observe(state, memory.surrogate, x, y))

@@ -104,7 +104,7 @@ def init(
   *,
   lipschitz: ArrayLike = 1.0,
   sigma: ArrayLike | None = None,
-  lip_status: str | Int[Array, ""] = "known",
+  lip_status: str | ArrayLike = "known",
   delta: ArrayLike = 0.05,
   kappa: ArrayLike = 2.0,
   lam: ArrayLike = 0.0,

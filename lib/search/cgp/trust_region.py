@@ -16,7 +16,7 @@ from foliax.kernels_pallas import envelope as envelope_kernel
 from foliax.search.cgp import search
 from foliax.search.cgp import state as arms
 from foliax.search.cgp.state import CGPState, Config
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 MASKED = 10
 """About so many coordinates of the centre change in one step; our choice, after TuRBO."""
@@ -150,7 +150,7 @@ def tr_step(
   config: Config,
   x: Float[Array, " d"],
   repeat_idx: Int[Array, ""],
-  y: Float[Array, ""],
+  y: ArrayLike,
 ) -> TRState:
   """TuRBO's radius rule: doubled after 3 successes, halved after max(5, d / 2) failures in a row.
 
