@@ -290,6 +290,12 @@ def _peer_regret(config, problem, sigma, name, seed, horizon=None, peer=None):
   return regret
 
 
+def _optimum(problem) -> float:
+  optimum = benchmarks.get(problem).optimum
+  assert optimum is not None, f"the optimum of {problem} is not known"
+  return optimum
+
+
 def _coverage(config, problem) -> dict[str, Any]:
   """How often the optimum left the active set, or the bracket of the certificate."""
   inside, bracketed = [], []
@@ -297,7 +303,7 @@ def _coverage(config, problem) -> dict[str, Any]:
     _, history, _, _ = _measure(
       config, problem, sigma, "cgp", config.coverage_runs, config.coverage_horizon, stream=1
     )
-    optimum = benchmarks.get(problem).optimum
+    optimum = _optimum(problem)
     certificate = history.certificate
     # Optima are known to about single precision.
     inside += (history.observed >= -1e-6).all(-1).tolist()
@@ -398,7 +404,8 @@ def _tuning(config, context) -> dict[str, Any]:
   total = len(tuning.NAMES) * len(TUNING_ARMS) * config.tuning_seeds
   with context.progress("tuning", total) as bar:
     for name in tuning.NAMES:
-      task, arms = tuning.load(name), {}
+      task = tuning.load(name)
+      arms: dict[str, list[Any]] = {}
       for arm in TUNING_ARMS:
         arms[arm] = []
         for seed in range(config.tuning_seeds):

@@ -51,7 +51,7 @@ def in_process(name: str, dim: int, seed: int) -> Peer:
   if name in NEEDS_TORCH:
     raise ValueError(f"{name!r} needs torch; use PeerProcess with the peers environment")
   require(_MODULES[name], "experiments")
-  optimiser: Callable[[int, int], Peer] = peer_server.OPTIMISERS[name]
+  optimiser: Any = peer_server.OPTIMISERS[name]
   return optimiser(dim, seed)
 
 
