@@ -6,7 +6,6 @@ uniform sampling of the active set, LIPO, GP-UCB, CMA-ES and TPE with the same c
 against BoTorch where an interpreter that has it is named by `config.peers_python`.
 """
 
-import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
@@ -37,21 +36,26 @@ CAPTIONS = cgp_figures.CAPTIONS
 PROBLEMS = ("needle", "branin", "wavy")
 LIPSCHITZ = {"needle": 1.0, "branin": 6.0, "wavy": 3.3}
 NOISE = (0.02, 0.1)
+FAMILIES = ("cone", "ackley", "levy")
 
-# name -> (strategy, factor on the Lipschitz constant, where the constant comes from)
+# name -> (strategy, factor on the Lipschitz constant, where the constant comes from); in an order
+# in which the threads compile different programs
 ARMS: dict[str, tuple[cgp.Strategy, float, int]] = {
-  "cgp": (cgp.CGP, 1.0, cgp.KNOWN),
-  "adaptive L/4": (cgp.CGP, 0.25, cgp.LEARNED),
-  "adaptive L": (cgp.CGP, 1.0, cgp.LEARNED),
-  "adaptive 4L": (cgp.CGP, 4.0, cgp.LEARNED),
   "hybrid": (cgp.HYBRID, 1.0, cgp.KNOWN),
-  "random": (cgp.RANDOM, 1.0, cgp.KNOWN),
-  "uniform in A_t": (cgp.UNIFORM_ACTIVE, 1.0, cgp.KNOWN),
-  "lipo": (cgp.LIPO, 1.0, cgp.KNOWN),
+  "cgp": (cgp.CGP, 1.0, cgp.KNOWN),
   "gp-ucb": (cgp.GP_UCB, 1.0, cgp.KNOWN),
+  "random": (cgp.RANDOM, 1.0, cgp.KNOWN),
+  "uniform-in-A_t": (cgp.UNIFORM_ACTIVE, 1.0, cgp.KNOWN),
+  "lipo": (cgp.LIPO, 1.0, cgp.KNOWN),
+  "adaptive-0.25": (cgp.CGP, 0.25, cgp.LEARNED),
+  "adaptive-1": (cgp.CGP, 1.0, cgp.LEARNED),
+  "adaptive-4": (cgp.CGP, 4.0, cgp.LEARNED),
 }
 PEERS = ("cma", "optuna-tpe")
 TORCH_PEERS = ("botorch-turbo", "botorch-qnei")
+BOTORCH_PROBLEMS = ("needle", "branin")
+BOTORCH_ARMS = ("cgp", "hybrid", "gp-ucb", "random")
+LAM = (0.0, 0.5, 1.0)
 TUNING_ARMS = ("adaptive", "hybrid", "random", "lipo", "gp-ucb", *PEERS)
 
 
@@ -65,7 +69,8 @@ def get_config(scale: str) -> ml_collections.ConfigDict:
   Fields:
     seeds: runs per arm and setting; sample i of every arm shares its seed.
     horizon: calls per run (T).
-    coverage_runs: runs for the claims about probabilities; coverage_horizon: their calls.
+    coverage_runs: runs for the claims about probabilities, half at each noise level;
+      coverage_horizon: their calls.
     target_gap: where the run that stops by itself stops.
     high_dims, high_horizon, high_seeds: the trust regions' problems.
     tuning_calls, tuning_seeds: calls and runs per arm on the real tasks.
@@ -101,12 +106,12 @@ def _laptop() -> dict[str, Any]:
     "seeds": 10,
     "horizon": 300,
     "coverage_runs": 100,
-    "coverage_horizon": 60,
+    "coverage_horizon": 40,
     "target_gap": 0.1,
     "high_dims": (10, 30),
     "high_horizon": 400,
     "high_seeds": 4,
-    "tuning_calls": 40,
+    "tuning_calls": 30,
     "tuning_seeds": 5,
     "timing_repeats": 7,
     "timing_arms": 500,
@@ -120,37 +125,73 @@ def _laptop() -> dict[str, Any]:
 
 
 def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
-  """Measures everything; each stage is done once in the life of the work directory."""
+  """Measures everything; each piece is done once in the life of the work directory."""
+  work: dict[str, Callable[[], Any]] = {}
+
+  def stage(name, function, *arguments):
+    work[name] = lambda: context.stage(name, lambda: function(config, *arguments))
+
   settings = [(problem, sigma) for problem in PROBLEMS for sigma in NOISE]
-  steps = checkpoints(config.horizon)
-  results: dict[str, Any] = {"steps": steps, "target gap": config.target_gap, "settings": {}}
-  with context.progress("synthetic", len(settings) * (len(ARMS) + len(PEERS))) as bar:
-    for problem, sigma in settings:
-      name = f"{problem} {sigma}"
-      measure = functools.partial(_setting, config, problem, sigma, steps, bar.advance)
-      results["settings"][name] = context.stage(f"settings/{problem}-{sigma}", measure)
-  with context.progress("certificates", 2 + len(PROBLEMS)) as bar:
-    results["coverage"] = {}
-    for problem in PROBLEMS:
-      stage = functools.partial(_coverage, config, problem)
-      results["coverage"][problem] = context.stage(f"coverage/{problem}", stage)
-      bar.advance()
-    results["stopping"] = context.stage("stopping", functools.partial(_stopping, config))
-    bar.advance()
-    results["distance weight"] = context.stage("lam", functools.partial(_distance_weight, config))
-    bar.advance()
-  names = [(family, d) for family in ("cone", "ackley", "levy") for d in config.high_dims]
-  results["high"] = {}
-  with context.progress("high dimensions", len(names)) as bar:
-    for family, d in names:
-      stage = functools.partial(_high_dimensional, config, f"{family}-{d}")
-      results["high"][f"{family}-{d}"] = context.stage(f"high/{family}-{d}", stage)
-      bar.advance()
-  results["picture"] = context.stage("picture", functools.partial(_picture, config))
-  results["tuning"] = _tuning(config, context)
-  results["speed"] = context.stage("speed", functools.partial(_speed, config))
+  arms = (*ARMS, *PEERS)
+  for problem, sigma in settings:
+    for arm in arms:
+      measure = _peer_arm if arm in PEERS else _arm
+      stage(f"settings/{problem}-{sigma}/{arm}", measure, problem, sigma, arm)
+  for problem in PROBLEMS:
+    stage(f"coverage/{problem}", _coverage, problem)
+  stage("stopping", _stopping)
+  for lam in LAM:
+    stage(f"lam/{lam}", _distance_weight, lam)
+  high = [(family, d) for family in FAMILIES for d in config.high_dims]
+  for family, d in high:
+    stage(f"high/{family}-{d}", _high_dimensional, family, d)
+  stage("picture", _picture)
+  for name in tuning.NAMES:
+    task = tuning.load(name)
+    for arm in TUNING_ARMS:
+      for seed in range(config.tuning_seeds):
+        piece = functools.partial(_tune, config, context, task, arm, seed)
+        work[f"tuning/{name}/{arm}/{seed}"] = piece
   if config.peers_python:
-    results["botorch"] = _botorch(config, context)
+    for problem in BOTORCH_PROBLEMS:
+      for seed in range(config.peers_seeds):
+        for arm in TORCH_PEERS:
+          stage(f"botorch/{problem}/{arm}/{seed}", _botorch, problem, arm, seed)
+      for arm in BOTORCH_ARMS:
+        stage(f"botorch/{problem}/{arm}", _few_calls, problem, arm)
+  done = context.parallel("measuring", work)
+
+  results = {
+    "steps": checkpoints(config.horizon),
+    "target gap": config.target_gap,
+    "settings": {
+      f"{problem} {sigma}": {arm: done[f"settings/{problem}-{sigma}/{arm}"] for arm in arms}
+      for problem, sigma in settings
+    },
+    "coverage": {problem: done[f"coverage/{problem}"] for problem in PROBLEMS},
+    "stopping": done["stopping"],
+    "distance weight": {str(lam): done[f"lam/{lam}"] for lam in LAM},
+    "high": {f"{family}-{d}": done[f"high/{family}-{d}"] for family, d in high},
+    "picture": done["picture"],
+    "tuning": {
+      name: {
+        arm: [done[f"tuning/{name}/{arm}/{seed}"] for seed in range(config.tuning_seeds)]
+        for arm in TUNING_ARMS
+      }
+      for name in tuning.NAMES
+    },
+    # Timed alone: nothing else runs meanwhile.
+    "speed": context.stage("speed", functools.partial(_speed, config)),
+  }
+  if config.peers_python:
+    results["botorch"] = {
+      problem: {
+        arm: [done[f"botorch/{problem}/{arm}/{seed}"] for seed in range(config.peers_seeds)]
+        for arm in TORCH_PEERS
+      }
+      | {arm: done[f"botorch/{problem}/{arm}"] for arm in BOTORCH_ARMS}
+      for problem in BOTORCH_PROBLEMS
+    }
   return results
 
 
@@ -233,38 +274,40 @@ def _measure(config, problem, sigma, arm, count, horizon, *, stream=0, target=0.
   return scalars, history, final, known.optimum - value
 
 
-def _setting(config, problem, sigma, steps, advance) -> dict[str, Any]:
-  """Every arm on one problem at one noise level."""
-  at = np.asarray(steps) - 1
+def _arm(config, problem, sigma, arm) -> dict[str, Any]:
+  """One arm on one problem at one noise level."""
+  scalars, history, final, regret = _measure(
+    config, problem, sigma, arm, config.seeds, config.horizon
+  )
+  lipschitz, opened, doublings = scalars
+  at = np.asarray(checkpoints(config.horizon)) - 1
+  # Strategies that do not refine the cover as they go have a gap only at the end.
+  refines = arm.startswith(("cgp", "adaptive", "hybrid"))
+  return {
+    "regret": _rows(regret[:, at]),
+    "gap": _rows(history.certificate.gap[:, at]) if refines else [],
+    "final gap": _short(final.gap),
+    "volume": _short(final.active_frac),
+    "arms": opened.tolist(),
+    "lipschitz": _short(lipschitz),
+    "doublings": doublings.tolist(),
+    "flagged": (~history.certificate.valid.any(-1)).tolist(),
+    "excluded": (history.observed < 0).any(-1).tolist(),
+  }
 
-  def measure(arm):
-    scalars, history, final, regret = _measure(
-      config, problem, sigma, arm, config.seeds, config.horizon
-    )
-    lipschitz, opened, doublings = scalars
-    # Strategies that do not refine the cover as they go have a gap only at the end.
-    refines = arm.startswith(("cgp", "adaptive", "hybrid"))
-    gap = _rows(history.certificate.gap[:, at]) if refines else []
-    advance()
-    return arm, {
-      "regret": _rows(regret[:, at]),
-      "gap": gap,
-      "final gap": _short(final.gap),
-      "volume": _short(final.active_frac),
-      "arms": opened.tolist(),
-      "lipschitz": _short(lipschitz),
-      "doublings": doublings.tolist(),
-      "flagged": (~history.certificate.valid.all(-1)).tolist(),
-      "excluded": (history.observed < 0).any(-1).tolist(),
-    }
 
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    measured = dict(pool.map(measure, ARMS))
-  for name in PEERS:
-    regret = [_peer_regret(config, problem, sigma, name, i) for i in range(config.seeds)]
-    measured[name] = {"regret": _rows(np.asarray(regret)[:, at])}
-    advance()
-  return measured
+def _peer_arm(config, problem, sigma, name) -> dict[str, Any]:
+  """The same calls spent by another library."""
+  at = np.asarray(checkpoints(config.horizon)) - 1
+  regret = [
+    _peer_regret(config, problem, sigma, seed, peers.in_process(name, 2, _peer_seed(config, seed)))
+    for seed in range(config.seeds)
+  ]
+  return {"regret": _rows(np.asarray(regret)[:, at])}
+
+
+def _peer_seed(config, seed):
+  return config.seed * 1000 + seed
 
 
 @functools.lru_cache(maxsize=8)
@@ -272,21 +315,19 @@ def _compiled(problem):
   return jax.jit(benchmarks.get(problem).function)
 
 
-def _peer_regret(config, problem, sigma, name, seed, horizon=None, peer=None):
+def _peer_regret(config, problem, sigma, seed, peer, horizon=None):
   """Regret after each call of another library's optimiser, at its best observation so far."""
-  known, f = benchmarks.get(problem), _compiled(problem)
-  horizon = horizon or config.horizon
-  noise = np.random.default_rng([config.seed, seed]).normal(0.0, sigma, horizon)
-  peer = peer or peers.in_process(name, known.dim, config.seed * 1000 + seed)
+  optimum, f = _optimum(problem), _compiled(problem)
+  noise = np.random.default_rng([config.seed, seed]).normal(0.0, sigma, config.horizon)
   best, at_best, regret = -np.inf, -np.inf, []
-  for call in range(horizon):
+  for call in range(horizon or config.horizon):
     x = peer.ask()
     value = float(f(np.asarray(x, np.float32)))
     y = value + float(noise[call])
     peer.tell(x, y)
     if y > best:
       best, at_best = y, value
-    regret.append(known.optimum - at_best)
+    regret.append(optimum - at_best)
   return regret
 
 
@@ -297,11 +338,11 @@ def _optimum(problem) -> float:
 
 
 def _coverage(config, problem) -> dict[str, Any]:
-  """How often the optimum left the active set, or the bracket of the certificate."""
+  """How often the optimum left the active set, or the bracket of the certificate, at any step."""
   inside, bracketed = [], []
   for sigma in NOISE:
     _, history, _, _ = _measure(
-      config, problem, sigma, "cgp", config.coverage_runs, config.coverage_horizon, stream=1
+      config, problem, sigma, "cgp", config.coverage_runs // 2, config.coverage_horizon, stream=1
     )
     optimum = _optimum(problem)
     certificate = history.certificate
@@ -327,43 +368,41 @@ def _stopping(config) -> dict[str, Any]:
   return {"calls": history.spent.sum(-1).tolist(), "regret": _short(regret[:, -1])}
 
 
-def _distance_weight(config) -> dict[str, Any]:
-  """Final gap on the needle for several weights of the distance term of the score."""
-  gaps = {}
-  for lam in (0.0, 0.5, 1.0):
-    _, _, final, _ = _measure(
-      config, "needle", NOISE[0], "cgp", config.seeds, config.horizon, stream=3, lam=lam
-    )
-    gaps[str(lam)] = _short(final.gap)
-  return gaps
-
-
-def _high_dimensional(config, name) -> dict[str, Any]:
-  """Trust regions against random search, with one set of seeds."""
-  problem = benchmarks.get(name)
-  size = cgp.Config(
-    dim=problem.dim, capacity=config.high_horizon, candidates=256, boxes=128, splits=64
+def _distance_weight(config, lam) -> list[float]:
+  """Final gap on the needle for a weight of the distance term of the score."""
+  _, _, final, _ = _measure(
+    config, "needle", NOISE[0], "cgp", config.seeds, config.horizon, stream=3, lam=lam
   )
-  sigma = NOISE[0]
+  return _short(final.gap)
 
-  def measure(strategy):
-    @jax.jit
-    def runs(keys):
-      def one(key):
-        noisy = lambda x, key: problem.function(x) + sigma * jax.random.normal(key)
-        state, _ = cgp.run(
-          key, noisy, size, config.high_horizon, strategy=strategy,
-          lipschitz=problem.lipschitz, sigma=sigma,
-        )  # fmt: skip
-        return problem.optimum - problem.function(cgp.incumbent(state))
 
-      return jax.lax.map(one, keys)
+@functools.partial(jax.jit, static_argnames=("strategy", "size", "horizon"))
+def _high_runs(keys, index, lipschitz, *, strategy, size, horizon):
+  """Final regrets on one family of problems, chosen by a traced index."""
+  family = [benchmarks.get(f"{name}-{size.dim}").function for name in FAMILIES]
+  value = lambda x: jax.lax.switch(index, family, x)
 
-    return _short(runs(_keys(config, config.high_seeds, 4)))
+  def one(key):
+    noisy = lambda x, key: value(x) + NOISE[0] * jax.random.normal(key)
+    state, _ = cgp.run(
+      key, noisy, size, horizon, strategy=strategy, lipschitz=lipschitz, sigma=NOISE[0]
+    )
+    return value(cgp.incumbent(state))
 
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    trust, random = pool.map(measure, (cgp.TRUST_REGION, cgp.RANDOM))
-  return {"trust region": trust, "random": random}
+  return jax.lax.map(one, keys)
+
+
+def _high_dimensional(config, family, dim) -> dict[str, Any]:
+  """Trust regions against random search, with one set of seeds."""
+  problem = benchmarks.get(f"{family}-{dim}")
+  horizon = config.high_horizon
+  size = cgp.Config(dim=dim, capacity=horizon, candidates=256, boxes=128, splits=64)
+  keys, index = _keys(config, config.high_seeds, 4), FAMILIES.index(family)
+  runs = functools.partial(_high_runs, keys, index, problem.lipschitz, size=size, horizon=horizon)
+  return {
+    "trust region": _short(problem.optimum - runs(strategy=cgp.TRUST_REGION)),
+    "random": _short(problem.optimum - runs(strategy=cgp.RANDOM)),
+  }
 
 
 def _picture(config, cells: int = 64) -> dict[str, Any]:
@@ -399,23 +438,6 @@ def _picture(config, cells: int = 64) -> dict[str, Any]:
 # The real tasks: an ordinary Python function, asked and told.
 
 
-def _tuning(config, context) -> dict[str, Any]:
-  results: dict[str, Any] = {}
-  total = len(tuning.NAMES) * len(TUNING_ARMS) * config.tuning_seeds
-  with context.progress("tuning", total) as bar:
-    for name in tuning.NAMES:
-      task = tuning.load(name)
-      arms: dict[str, list[Any]] = {}
-      for arm in TUNING_ARMS:
-        arms[arm] = []
-        for seed in range(config.tuning_seeds):
-          record = _tune(config, context, task, arm, seed)
-          arms[arm].append(record)
-          bar.advance()
-      results[name] = arms
-  return results
-
-
 def _tune(config, context, task, arm, seed) -> dict[str, Any]:
   """One run on a real task, and the true accuracy of what it recommends along the way."""
   name = f"tuning/{task.name}-{arm}-{seed}"
@@ -427,7 +449,7 @@ def _tune(config, context, task, arm, seed) -> dict[str, Any]:
     records = _tell_strategy(config, context, f"{name}-calls", arm, seed, calls, evaluate)
 
   def truths():
-    moments = [t for t in checkpoints(calls) if t >= 4]
+    moments = sorted({max(1, round(calls * share)) for share in (0.15, 0.3, 0.5, 0.75, 1.0)})
     return {
       "calls": moments,
       "accuracy": _short([task.truth(records[t - 1]["x_hat"]) for t in moments]),
@@ -443,7 +465,7 @@ def _fold_seed(config, seed, call):
 
 
 def _tell_peer(config, arm, seed, calls, evaluate):
-  peer = peers.in_process(arm, 2, config.seed * 1000 + seed)
+  peer = peers.in_process(arm, 2, _peer_seed(config, seed))
   best, records = (-np.inf, None), []
   for call in range(calls):
     x = [float(v) for v in peer.ask()]
@@ -533,34 +555,16 @@ def _speed(config) -> dict[str, Any]:
   return {name: _short(values) for name, values in seconds.items()}
 
 
-def _botorch(config, context) -> dict[str, Any]:
-  """BoTorch on the two smallest settings, and every other arm with the same few calls."""
-  results: dict[str, Any] = {}
-  with context.progress("BoTorch", 2 * len(TORCH_PEERS) * config.peers_seeds) as bar:
-    for problem in ("needle", "branin"):
-      arms: dict[str, Any] = {}
-      for name in TORCH_PEERS:
+def _botorch(config, problem, name, seed) -> float:
+  """Final regret of BoTorch, which runs in a process of its own."""
+  with peers.PeerProcess(config.peers_python, name, 2, _peer_seed(config, seed)) as peer:
+    return _peer_regret(config, problem, NOISE[0], seed, peer, config.peers_horizon)[-1]
 
-        def final(seed, problem=problem, name=name):
-          with peers.PeerProcess(config.peers_python, name, 2, seed) as peer:
-            return _peer_regret(
-              config, problem, NOISE[0], name, seed, config.peers_horizon, peer
-            )[-1]  # fmt: skip
 
-        arms[name] = []
-        for seed in range(config.peers_seeds):
-          stage = f"botorch/{problem}-{name}-{seed}"
-          arms[name].append(context.stage(stage, functools.partial(final, seed)))
-          bar.advance()
-      for arm in ("cgp", "hybrid", "gp-ucb", "random"):
-        measure = functools.partial(
-          _measure, config, problem, NOISE[0], arm, config.peers_seeds, config.peers_horizon
-        )
-        arms[arm] = context.stage(
-          f"botorch/{problem}-{arm}", lambda m=measure: _short(m()[3][:, -1])
-        )
-      results[problem] = arms
-  return results
+def _few_calls(config, problem, arm) -> list[float]:
+  """Final regret of our arms with as few calls as BoTorch's."""
+  out = _measure(config, problem, NOISE[0], arm, config.peers_seeds, config.peers_horizon)
+  return _short(out[3][:, -1])
 
 
 # What is claimed.
@@ -584,8 +588,8 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     "<=",
   )
   within = sum(r <= target for r in stopping["regret"])
-  flagged = [f for arms in settings.values() for f in arms["adaptive L/4"]["flagged"]]
-  excluded = [e for arms in settings.values() for e in arms["adaptive L/4"]["excluded"]]
+  flagged = [f for arms in settings.values() for f in arms["adaptive-0.25"]["flagged"]]
+  excluded = [e for arms in settings.values() for e in arms["adaptive-0.25"]["excluded"]]
   noisy = [v for n, arms in settings.items() if n.endswith("0.1") for v in [arms["cgp"]["volume"]]]
   branin = [n for n in settings if n.startswith("branin")]
   hybrid = worst([difference_interval(final[n]["hybrid"], final[n]["cgp"]) for n in branin], "<=")
@@ -677,27 +681,39 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
 # What a pod would run.
 
 
-def preflight(config: ml_collections.ConfigDict) -> list[CompileCase]:
-  """The synthetic runs with their seeds sharded over a slice."""
-  size = cgp.Config(dim=2, capacity=config.horizon)
+def pod_runs(
+  seeds: jax.Array, lipschitz: jax.Array, sigma: jax.Array, *, horizon: int
+) -> tuple[jax.Array, jax.Array]:
+  """Runs on Branin with their seeds and hyperparameters split over the axis `data` of the mesh.
 
-  def runs(seeds, lipschitz, sigma):
-    def one(seed, lipschitz, sigma):
-      key = jax.random.key(seed)
-      state, history = cgp.run(
-        key, _objective(1, sigma), size, config.horizon, lipschitz=lipschitz, sigma=sigma
-      )
-      return cgp.incumbent(state), history.certificate.gap
+  Returns:
+    Recommended points `[runs, 2]` and the gap after each call `[runs, horizon]`.
+  """
+  size = cgp.Config(dim=2, capacity=horizon)
 
-    return jax.vmap(one)(seeds, lipschitz, sigma)
-
-  cases = []
-  for count, targets in ((256, ("v5e-256", "v6e-256")), (8, ("h200x8",))):
-    mesh = jax.sharding.AbstractMesh((count,), ("data",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    shape = lambda dtype, n=32 * count, split=split: jax.ShapeDtypeStruct(
-      (n,), dtype, sharding=split
+  def one(seed, lipschitz, sigma):
+    state, history = cgp.run(
+      jax.random.key(seed), _objective(1, sigma), size, horizon, lipschitz=lipschitz, sigma=sigma
     )
-    arguments = (shape(jnp.uint32), shape(jnp.float32), shape(jnp.float32))
-    cases.append(CompileCase(f"cgp/{32 * count}-runs", runs, arguments, targets))
+    return cgp.incumbent(state), history.certificate.gap
+
+  rows = jax.sharding.PartitionSpec("data")
+  return jax.shard_map(jax.vmap(one), in_specs=(rows, rows, rows), out_specs=(rows, rows))(
+    seeds, lipschitz, sigma
+  )
+
+
+def preflight(config: ml_collections.ConfigDict) -> list[CompileCase]:
+  """The runs of a sweep over seeds, constants and noise levels, 32 to a device."""
+  cases = []
+  for devices, targets in ((256, ("v5e-256", "v6e-256")), (8, ("h200x8",))):
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    runs = 32 * devices
+    shapes = [
+      jax.ShapeDtypeStruct((runs,), dtype, sharding=rows)
+      for dtype in (jnp.uint32, jnp.float32, jnp.float32)
+    ]
+    function = functools.partial(pod_runs, horizon=config.horizon)
+    cases.append(CompileCase(f"cgp/{runs}-runs", function, tuple(shapes), targets))
   return cases

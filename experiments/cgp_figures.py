@@ -23,17 +23,16 @@ CAPTIONS = {
 COLOURS = {
   "cgp": "blue",
   "adaptive": "blue",
-  "adaptive L": "blue",
   "hybrid": "violet",
   "trust region": "blue",
   "random": "grey",
-  "uniform in A_t": "brown",
+  "uniform-in-A_t": "brown",
   "lipo": "green",
   "gp-ucb": "orange",
   "cma": "magenta",
   "optuna-tpe": "green",
 }
-DASHES = {"optuna-tpe": "--", "uniform in A_t": ":", "lipo": "-.", "cma": "--", "random": "-"}
+DASHES = {"optuna-tpe": "--", "uniform-in-A_t": ":", "lipo": "-.", "cma": "--", "random": "-"}
 
 
 def draw(results: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +99,7 @@ def _title(name):
 def _regret(pyplot, results):
   figure, axes = _settings(pyplot, results)
   steps = results["steps"]
-  shown = ("random", "uniform in A_t", "lipo", "gp-ucb", "cma", "optuna-tpe", "hybrid", "cgp")
+  shown = ("random", "uniform-in-A_t", "lipo", "gp-ucb", "cma", "optuna-tpe", "hybrid", "cgp")
   for name, ax in axes.items():
     for arm in shown:
       rows = np.maximum(results["settings"][name][arm]["regret"], 1e-5)
@@ -146,14 +145,14 @@ def _gap(pyplot, results):
 
 def _adaptive(pyplot, results):
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 3.4))
-  arms = ("adaptive L/4", "adaptive L", "adaptive 4L")
+  arms = {"adaptive-0.25": "L / 4", "adaptive-1": "L", "adaptive-4": "4 L"}
   names = list(results["settings"])
   colours = ("orange", "blue", "violet")
   for i, (arm, colour) in enumerate(zip(arms, colours, strict=True)):
     for j, name in enumerate(names):
       runs = results["settings"][name][arm]
       at = j + 0.24 * (i - 1)
-      label = f"starts at {arm.split()[1]}" if j == 0 else None
+      label = f"starts at {arms[arm]}" if j == 0 else None
       last = [row[-1] for row in runs["regret"]]
       left.plot([at] * len(last), last, "o", color=PALETTE[colour], markersize=3.5, alpha=0.75)
       right.bar(at, np.mean(runs["excluded"]), 0.2, color=PALETTE[colour], label=label)

@@ -1,13 +1,16 @@
 """What a running experiment is given: a work directory in which no finished work is done twice."""
 
+import concurrent.futures
 import contextlib
 import hashlib
+import os
 import pathlib
 import re
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -48,6 +51,9 @@ class Context:
     self._writers: dict[str, Any] = {}
     self._names: set[str] = set()
     self._loops: list[str] = []
+    self._lock = (
+      threading.RLock()
+    )  # for `parallel`; Orbax does not like to be called at once either
     self._start = time.monotonic()
     try:
       self._earlier = float(storage.read_sealed(self.workdir / "elapsed.json"))
@@ -140,7 +146,8 @@ class Context:
     folder = self.workdir / "checkpoints" / name
     carry = jax.tree.map(_plain_leaf, init)
     form = _form(carry)
-    carry, records = self._restore(folder, carry)
+    with self._lock:
+      carry, records = self._restore(folder, carry)
     saved_at, interval = time.monotonic(), self.save_seconds
     with self.progress(name, steps, done=len(records)) as bar:
       for i in range(len(records), steps):
@@ -161,6 +168,33 @@ class Context:
             interval = max(self.save_seconds, 9 * (saved_at - start))
     return carry, records
 
+  def parallel(
+    self, description: str, work: Mapping[str, Callable[[], Any]], workers: int | None = None
+  ) -> dict[str, Any]:
+    """Does independent pieces of work on a few threads, under one progress bar.
+
+    Worth it for compiled JAX functions, other native code and subprocesses, which let another
+    thread run meanwhile. After an error or Ctrl-C no further piece is begun.
+
+    Args:
+      description: what is being done, a few words.
+      work: name -> piece of work, normally one `stage` or `loop`; begun in this order.
+      workers: number of threads; one a core, at most four, when None.
+    Returns:
+      name -> what the piece returned, in the order of `work`.
+    """
+    workers = workers or min(os.cpu_count() or 1, 4)
+    with self.progress(description, len(work)) as bar:
+      pool = concurrent.futures.ThreadPoolExecutor(workers)
+      try:
+        futures = {name: pool.submit(piece) for name, piece in work.items()}
+        for future in concurrent.futures.as_completed(futures.values()):
+          future.result()
+          bar.advance()
+        return {name: future.result() for name, future in futures.items()}
+      finally:
+        pool.shutdown(cancel_futures=True)
+
   def elapsed(self) -> float:
     """Seconds spent on this work directory, over all the times it was resumed."""
     return self._earlier + time.monotonic() - self._start
@@ -177,14 +211,20 @@ class Context:
 
   def _claim_name(self, name: str) -> None:
     self._check_name(name)
-    if name in self._names:
-      raise ValueError(f"the name {name!r} was already used in this run; give each piece its own")
-    self._names.add(name)
+    with self._lock:
+      if name in self._names:
+        raise ValueError(f"the name {name!r} was already used in this run; give each piece its own")
+      self._names.add(name)
 
   def _note_time(self) -> None:
-    storage.write_sealed(self.workdir / "elapsed.json", self.elapsed())
+    with self._lock:
+      storage.write_sealed(self.workdir / "elapsed.json", self.elapsed())
 
   def _save(self, folder: pathlib.Path, carry: Any, records: list[Any]) -> None:
+    with self._lock:
+      self._save_alone(folder, carry, records)
+
+  def _save_alone(self, folder: pathlib.Path, carry: Any, records: list[Any]) -> None:
     checkpoint = folder.absolute() / str(len(records))
     with contextlib.closing(_checkpointer()) as checkpointer:
       checkpointer.save(checkpoint, {"carry": carry})  # Orbax refuses a bare array

@@ -17,7 +17,7 @@ import numpy as np
 from foliax.extras import require
 
 FOLDS = 3
-TRUTH_SEEDS = 24
+TRUTH_SEEDS = 8
 _FIRST_TRUTH_SEED = 1_000_000  # apart from the seeds anyone evaluates with
 
 # name -> (loader, rows kept, range of log10 C, range of log10 gamma)

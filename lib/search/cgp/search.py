@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from foliax.kernels_pallas import envelope as envelope_kernel
+from foliax.kernels_pallas.dispatch import vary_alike
 from foliax.search.cgp import cover as covers
 from foliax.search.cgp import state as arms
 from foliax.search.cgp.state import CGPState, Config
@@ -320,6 +321,8 @@ def run(
   """
   state = arms.init(config, jax.random.fold_in(key, 0), **hyperparameters)
   memory = strategy.init(state, config) if memory is None else memory
+  # Inside shard_map, what differs between devices makes the whole carry of the scan differ.
+  key, state, memory, target_gap = vary_alike((key, state, memory, jnp.asarray(target_gap)))
   return _run(key, state, memory, target_gap, objective, config, calls, strategy, observe)
 
 
@@ -335,7 +338,7 @@ def _run(key, state, memory, target_gap, objective, config, calls, strategy, obs
 
   def stay(carry):
     nothing = jnp.full_like(carry[0].x[0], jnp.nan)
-    return carry, (nothing, jnp.asarray(-1, jnp.int32), nothing[0])
+    return vary_alike((carry, (nothing, jnp.asarray(-1, jnp.int32), nothing[0])))
 
   def step(carry, _):
     stopped = certificate(carry[0]).gap <= target_gap
