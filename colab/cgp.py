@@ -17,9 +17,12 @@
 # # Tune something expensive, and know when to stop
 #
 # Certificate-Guided Pruning ([arXiv 2601.20231](https://arxiv.org/abs/2601.20231)) maximises a
-# function that is expensive to call and noisy. It assumes that the function is Lipschitz, $|f(x) -
-# f(z)| \le L\,\|x - z\|$, and keeps two numbers between which the maximum must lie. Their
-# difference, the **gap**, says how much there is left to gain.
+# function that is expensive to call and noisy. It assumes that the function is Lipschitz,
+#
+# $$|f(x) - f(z)| \le L\,\|x - z\|,$$
+#
+# and keeps two numbers between which the maximum must lie. Their difference, the **gap**, says how
+# much there is left to gain.
 #
 # 1. Tune a support vector machine on real data.
 # 2. Watch the certificate on a function whose maximum we know.
@@ -290,8 +293,8 @@ plt.show()
 #
 # - `valid` is True only if you *know* a bound on the slope and on the noise (`lip_status="known"`,
 #   the default, and a number for `sigma`), and the data do not contradict them. Then, with
-#   probability $1 - \delta$ (95 %), $f^*$ lies between `lower` and `upper` and `x_hat` is within
-#   `gap` of it, at every step.
+#   probability $1 - \delta$ (95 %), the maximum lies between `lower` and `upper`, and `x_hat` is
+#   within `gap` of it, at every step.
 # - An overestimate of $L$ is fine; it makes the gap larger and the search slower. An underestimate
 #   makes it wrong. If the steepest proven slope exceeds the constant you assumed, raise it.
 # - With an assumed or learned constant, or an estimated noise, the numbers are conditional. They
