@@ -109,9 +109,9 @@ def _laptop() -> dict[str, Any]:
     "coverage_horizon": 40,
     "target_gap": 0.1,
     "high_dims": (10, 30),
-    "high_horizon": 400,
+    "high_horizon": 300,
     "high_seeds": 4,
-    "tuning_calls": 30,
+    "tuning_calls": 25,
     "tuning_seeds": 5,
     "timing_repeats": 7,
     "timing_arms": 500,
@@ -246,20 +246,26 @@ def _runs(
       lam=lam,
       observe=lambda state: cgp.upper_env(optimisers, state)[0].min() - cgp.lower_bound(state),
     )
-    final = cgp.certificate(cgp.refine(state))
-    value = jax.lax.switch(index, _FUNCTIONS, history.certificate.x_hat)
-    return state.L, state.k, state.doublings, history, final, value
+    return state, history
 
   return jax.lax.map(one, keys)
+
+
+@jax.jit
+def _finish(states, history, index):
+  """The sharpest certificate at the end, and the value of what was recommended on the way."""
+  final = jax.lax.map(lambda state: cgp.certificate(cgp.refine(state)), states)
+  return final, jax.lax.switch(index, _FUNCTIONS, history.certificate.x_hat)
 
 
 def _measure(config, problem, sigma, arm, count, horizon, *, stream=0, target=0.0, lam=0.0):
   strategy, factor, status = ARMS[arm]
   known = benchmarks.get(problem)
   optimisers = jnp.asarray(np.resize(known.optimiser, (3, 2)), jnp.float32)
-  out = _runs(
+  index = PROBLEMS.index(problem)
+  states, history = _runs(
     _keys(config, count, stream),
-    PROBLEMS.index(problem),
+    index,
     optimisers,
     sigma,
     factor * LIPSCHITZ[problem],
@@ -270,16 +276,17 @@ def _measure(config, problem, sigma, arm, count, horizon, *, stream=0, target=0.
     size=cgp.Config(dim=2, capacity=config.horizon),
     horizon=horizon,
   )
-  *scalars, history, final, value = jax.tree.map(np.asarray, out)
-  return scalars, history, final, known.optimum - value
+  final, value = _finish(states, history, index)
+  state = states._replace(key=jax.random.key_data(states.key))
+  state, history, final, value = jax.tree.map(np.asarray, (state, history, final, value))
+  return state, history, final, known.optimum - value
 
 
 def _arm(config, problem, sigma, arm) -> dict[str, Any]:
   """One arm on one problem at one noise level."""
-  scalars, history, final, regret = _measure(
+  state, history, final, regret = _measure(
     config, problem, sigma, arm, config.seeds, config.horizon
   )
-  lipschitz, opened, doublings = scalars
   at = np.asarray(checkpoints(config.horizon)) - 1
   # Strategies that do not refine the cover as they go have a gap only at the end.
   refines = arm.startswith(("cgp", "adaptive", "hybrid"))
@@ -288,9 +295,9 @@ def _arm(config, problem, sigma, arm) -> dict[str, Any]:
     "gap": _rows(history.certificate.gap[:, at]) if refines else [],
     "final gap": _short(final.gap),
     "volume": _short(final.active_frac),
-    "arms": opened.tolist(),
-    "lipschitz": _short(lipschitz),
-    "doublings": doublings.tolist(),
+    "arms": state.k.tolist(),
+    "lipschitz": _short(state.L),
+    "doublings": state.doublings.tolist(),
     "flagged": (~history.certificate.valid.any(-1)).tolist(),
     "excluded": (history.observed < 0).any(-1).tolist(),
   }

@@ -30,7 +30,7 @@ class Config:
     capacity: most points that can be opened (N); also the N_max of the union bound.
     boxes: capacity of the branch-and-bound cover of the active set.
     splits: boxes split in one refinement round.
-    rounds: most refinement rounds per `ask`; None is 4 up to three dimensions and 1 above.
+    rounds: most refinement rounds per `ask`; None is 2 up to three dimensions and 1 above.
     candidates: proposal points above three dimensions (our choice: 4096 at the paper's scale).
     ascent_steps: projected subgradient steps on the best candidates above three dimensions.
     initial: size of the initial design: 1 is the centre, more are Sobol points.
@@ -65,7 +65,7 @@ class Config:
 
   @property
   def most_rounds(self) -> int:
-    return self.rounds or (4 if self.low_dimensional else 1)
+    return self.rounds or (2 if self.low_dimensional else 1)
 
 
 class CGPState(NamedTuple):
