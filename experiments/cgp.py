@@ -214,6 +214,11 @@ def _keys(config, count, stream=0):
   return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
 
 
+def _size(config):
+  # Every arm starts from Sobol points: the centre of the box happens to be good on some problems.
+  return cgp.Config(dim=2, capacity=config.horizon, initial=5)
+
+
 _FUNCTIONS = [benchmarks.get(name).function for name in PROBLEMS]
 
 
@@ -273,7 +278,7 @@ def _measure(config, problem, sigma, arm, count, horizon, *, stream=0, target=0.
     target,
     lam,
     strategy=strategy,
-    size=cgp.Config(dim=2, capacity=config.horizon),
+    size=_size(config),
     horizon=horizon,
   )
   final, value = _finish(states, history, index)
@@ -403,7 +408,9 @@ def _high_dimensional(config, family, dim) -> dict[str, Any]:
   """Trust regions against random search, with one set of seeds."""
   problem = benchmarks.get(f"{family}-{dim}")
   horizon = config.high_horizon
-  size = cgp.Config(dim=dim, capacity=horizon, candidates=256, boxes=128, splits=64)
+  size = cgp.Config(
+    dim=dim, capacity=horizon, initial=2 * dim + 1, candidates=256, boxes=128, splits=64
+  )
   keys, index = _keys(config, config.high_seeds, 4), FAMILIES.index(family)
   runs = functools.partial(_high_runs, keys, index, problem.lipschitz, size=size, horizon=horizon)
   return {
@@ -417,7 +424,7 @@ def _picture(config, cells: int = 64) -> dict[str, Any]:
   axis = (np.arange(cells) + 0.5) / cells
   grid = jnp.asarray(np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2), jnp.float32)
   times = [round(config.horizon * share) for share in (1 / 30, 1 / 10, 1 / 3, 1)]
-  size = cgp.Config(dim=2, capacity=config.horizon)
+  size = _size(config)
   observe = lambda state: (
     cgp.upper_env(grid, state)[0] >= cgp.lower_bound(state), state.x, state.k
   )  # fmt: skip
@@ -618,7 +625,7 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     ("R6", "Regret of CGP-Hybrid is at most CGP's on Branin, at both noise levels.", hybrid, "<=",
      0.0, ""),
     ("R7", "CGP-Adaptive started from a quarter of the constant flags its certificates as not"
-     " valid.", proportion_interval(sum(flagged), len(flagged)), ">=", 0.95,
+     " valid, in at least 90 % of runs.", proportion_interval(sum(flagged), len(flagged)), ">=", 0.9,
      f"It excluded the maximiser at some step in {sum(excluded)} of {len(excluded)} runs."),
     ("L1", "A distance term in the score (weight L) makes the final gap on the needle larger.",
      difference_interval(weight["1.0"], weight["0.0"]), ">", 0.0, ""),

@@ -275,8 +275,9 @@ def test_learned_constant_never_exceeds_twice_the_true_one_without_noise():
   assert (jnp.diff(history.L, axis=1) >= 0).all()
 
 
-def test_a_known_constant_that_the_data_contradict_is_reported():
-  state = cgp.init(CONFIG, KEY, lipschitz=0.5, sigma=0.0)
+@pytest.mark.parametrize("status", ["known", "assumed"])
+def test_a_constant_that_the_data_contradict_is_reported(status):
+  state = cgp.init(CONFIG, KEY, lipschitz=0.5, sigma=0.0, lip_status=status)
   state = cgp.tell(state, [0.1, 0.1], -1, 0.0)
   state = cgp.tell(state, [0.2, 0.1], -1, 1.0)
   assert state.inconsistent

@@ -65,8 +65,12 @@ def box_upper(
     x, upper: N arms and their upper confidence bounds (infinite for unopened ones).
     lipschitz: L > 0.
   """
-  farthest = jnp.maximum(abs(lo[:, None] - x), abs(hi[:, None] - x))
-  reach = lipschitz * jnp.sqrt((farthest**2).sum(-1))
+  # One coordinate at a time: a last axis of length d would keep the CPU from vectorising.
+  farthest = (
+    jnp.maximum(abs(a[:, None] - b), abs(c[:, None] - b))
+    for a, b, c in zip(lo.T, x.T, hi.T, strict=True)
+  )
+  reach = lipschitz * jnp.sqrt(sum(f**2 for f in farthest))
   # The sum, root, product and addition round by less than (d + 4) / 2 units in the last place.
   rounding = (lo.shape[-1] + 4) / 2 * jnp.finfo(lo.dtype).eps
   size = jnp.where(jnp.isfinite(upper), abs(upper), 0.0)
@@ -78,10 +82,11 @@ def add_arm(
 ) -> Cover:
   """Lowers bounds and values by one arm that is new or whose upper bound fell; O(B d)."""
   bound = box_upper(cover.lo, cover.hi, x[None], upper[None], lipschitz)
-  distance = jnp.sqrt(((points(cover.lo, cover.hi) - x) ** 2).sum(-1))
+  value = envelope_kernel.envelope(
+    points(cover.lo, cover.hi), x[None], upper[None], lipschitz
+  ).upper
   return cover._replace(
-    bound=jnp.minimum(cover.bound, bound),
-    value=jnp.minimum(cover.value, upper + lipschitz * distance),
+    bound=jnp.minimum(cover.bound, bound), value=jnp.minimum(cover.value, value)
   )
 
 
@@ -133,7 +138,13 @@ def split(
   bound = jnp.minimum(bound, jnp.tile(cover.bound[parent], 2))
   value = envelope_kernel.envelope(points(new_lo, new_hi), x, upper, lipschitz).upper
   where = jnp.concatenate([jnp.where(allowed, parent, boxes), jnp.where(allowed, slot, boxes)])
-  put = lambda old, new: old.at[where].set(new, mode="drop")
+  # One scatter of positions and then gathers: scatters of rows are loops on a CPU.
+  source = jnp.full(boxes, -1).at[where].set(jnp.arange(2 * splits), mode="drop")
+  changed = source >= 0
+
+  def put(old, new):
+    return jnp.where(jnp.reshape(changed, (-1,) + (1,) * (old.ndim - 1)), new[source], old)
+
   return Cover(
     put(cover.lo, new_lo), put(cover.hi, new_hi), put(cover.bound, bound), put(cover.value, value)
   )

@@ -93,7 +93,7 @@ class CGPState(NamedTuple):
   sigma_known: Bool[Array, ""]
   delta: Float[Array, ""]
   lam: Float[Array, ""]  # weight of the distance term of the score; 0 is best (our measurement)
-  inconsistent: Bool[Array, ""]  # the data contradict every Lipschitz constant, or the noise level
+  inconsistent: Bool[Array, ""]  # the data contradict a constant that is not learned, or sigma
   cover: covers.Cover
   key: Key[Array, ""]
 
@@ -386,10 +386,10 @@ def _check_consistency(state, j):
   lipschitz, count = _doubled(state.L, jnp.where(trusted, slope, 0.0))
   lipschitz = jnp.maximum(lipschitz, jnp.where(trusted, state.kappa * slope, 0.0))
   learned = state.lip_status == LEARNED
-  contradiction |= (slope > state.L) & (state.lip_status == KNOWN)
+  inconsistent = (contradiction & state.sigma_known) | ((slope > state.L) & ~learned & trusted)
   return state._replace(
     L=jnp.where(learned, lipschitz, state.L),
     doublings=state.doublings + jnp.where(learned, count, 0),
-    inconsistent=state.inconsistent | (contradiction & state.sigma_known),
+    inconsistent=state.inconsistent | inconsistent,
     cover=covers.restart(state.cover, learned & (lipschitz > state.L)),
   )
