@@ -56,15 +56,16 @@ TORCH_PEERS = ("botorch-turbo", "botorch-qnei")
 BOTORCH_PROBLEMS = ("needle", "branin")
 BOTORCH_ARMS = ("cgp", "hybrid", "gp-ucb", "random")
 LAM = (0.0, 0.5, 1.0)
-TUNING_ARMS = ("adaptive", "hybrid", "random", "lipo", "gp-ucb", *PEERS)
+TUNING_ARMS = ("adaptive", "random", "lipo", "gp-ucb", *PEERS)
 
 
 def get_config(scale: str) -> ml_collections.ConfigDict:
   """Sizes of the experiment.
 
-  Command: `foliax run cgp:laptop`. Time: about four minutes on two cores. Expect: the certificates
-  contain the optimum in every run, the regret is below that of random search, the gap shrinks
-  roughly as the inverse root of the calls, and the active set stays large at high noise.
+  Command: `foliax run cgp:laptop`. Time: four minutes on two cores; a quarter of an hour more with
+  BoTorch. Expect: certificates that hold in every run; a gap a third to two thirds of that of random
+  search; a regret below random search's where the function is not flat around its maximum; and an
+  active set that stays large at high noise.
 
   Fields:
     seeds: runs per arm and setting; sample i of every arm shares its seed.
@@ -113,10 +114,10 @@ def _laptop() -> dict[str, Any]:
     "high_seeds": 4,
     "tuning_calls": 25,
     "tuning_seeds": 5,
-    "timing_repeats": 7,
+    "timing_repeats": 5,
     "timing_arms": 500,
     "peers_python": "",
-    "peers_horizon": 60,
+    "peers_horizon": 30,
     "peers_seeds": 5,
   }
 
@@ -494,7 +495,6 @@ def _tell_strategy(config, context, name, arm, seed, calls, evaluate):
   """The loop that anyone writes around `ask` and `tell`, resumable between calls."""
   strategy = {
     "adaptive": cgp.CGP,
-    "hybrid": cgp.HYBRID,
     "random": cgp.RANDOM,
     "lipo": cgp.LIPO,
     "gp-ucb": cgp.GP_UCB,
@@ -625,7 +625,8 @@ def claims(results: dict[str, Any]) -> list[Claim]:
     ("R6", "Regret of CGP-Hybrid is at most CGP's on Branin, at both noise levels.", hybrid, "<=",
      0.0, ""),
     ("R7", "CGP-Adaptive started from a quarter of the constant flags its certificates as not"
-     " valid, in at least 90 % of runs.", proportion_interval(sum(flagged), len(flagged)), ">=", 0.9,
+     " valid, in at least 90 % of runs.",
+     proportion_interval(sum(flagged), len(flagged)), ">=", 0.9,
      f"It excluded the maximiser at some step in {sum(excluded)} of {len(excluded)} runs."),
     ("L1", "A distance term in the score (weight L) makes the final gap on the needle larger.",
      difference_interval(weight["1.0"], weight["0.0"]), ">", 0.0, ""),
@@ -666,16 +667,12 @@ def _tuning_claims(tasks):
   gains = [
     difference_interval(accuracy(a, "adaptive"), accuracy(a, "random")) for a in tasks.values()
   ]
-  hybrid = [
-    difference_interval(accuracy(a, "hybrid"), accuracy(a, "random")) for a in tasks.values()
-  ]
   valid = [run["last"]["valid"] for arms in tasks.values() for run in arms["adaptive"]]
   return [
     ("M1", "Tuning a support vector machine on real data, CGP-Adaptive ends at least as accurate as"
      " random search less half a point.", worst(gains, ">="), ">=", -0.005,
      f"Constant and noise are unknown: {sum(valid)} of {len(valid)} certificates call themselves"
      " valid."),
-    ("M2", "So does CGP-Hybrid.", worst(hybrid, ">="), ">=", -0.005, ""),
   ]  # fmt: skip
 
 

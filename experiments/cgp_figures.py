@@ -18,6 +18,7 @@ CAPTIONS = {
   " seed.",
   "tuning": "True accuracy of the recommended support vector machine against calls, real data; mean"
   " over seeds, with 95 % intervals for CGP-Adaptive and random search.",
+  "botorch": "Final regret with as few calls as BoTorch was given; one dot a seed, bars are means.",
   "speed": "Seconds of one ask and tell after many observations in six dimensions.",
 }
 COLOURS = {
@@ -45,8 +46,10 @@ def draw(results: dict[str, Any]) -> dict[str, Any]:
     "adaptive": _adaptive(pyplot, results),
     "high-dimensions": _high(pyplot, results["high"]),
     "tuning": _tuning(pyplot, results["tuning"]),
-    "speed": _speed(pyplot, results["speed"]),
   }
+  if "botorch" in results:
+    drawn["botorch"] = _botorch(pyplot, results["botorch"])
+  drawn["speed"] = _speed(pyplot, results["speed"])
   for figure in drawn.values():
     pyplot.close(figure)
   return drawn
@@ -192,6 +195,18 @@ def _tuning(pyplot, tasks):
   axes[0, 0].set_ylabel("true accuracy, %")
   handles = axes[0, 0].get_legend_handles_labels()
   figure.legend(*handles, loc="outside lower center", ncols=7, fontsize=9)
+  return figure
+
+
+def _botorch(pyplot, problems):
+  figure, axes = pyplot.subplots(1, len(problems), figsize=(9.6, 3.2))
+  for ax, (problem, arms) in zip(axes, problems.items(), strict=True):
+    for i, (arm, regret) in enumerate(arms.items()):
+      colour = PALETTE[COLOURS.get(arm, "magenta")]
+      ax.barh(i, np.mean(regret), 0.6, color=colour, alpha=0.55)
+      ax.plot(regret, [i] * len(regret), "o", color=colour, markersize=3.5)
+    ax.set_yticks(range(len(arms)), list(arms))
+    ax.set(title=problem.capitalize(), xlabel="regret")
   return figure
 
 

@@ -68,9 +68,8 @@ def spoil(results):
     factor = 2.0 if name.endswith("-10") else 0.5
     arms["trust region"] = [factor * value for value in arms["random"]]
   for arms in results["tuning"].values():
-    for arm in ("adaptive", "hybrid"):
-      for one in arms[arm]:
-        one["accuracy"] = [0.1 for _ in one["accuracy"]]
+    for one in arms["adaptive"]:
+      one["accuracy"] = [0.1 for _ in one["accuracy"]]
   results["speed"] = {name: [1.0] * 5 for name in ("cgp", "botorch-qnei")}
   results["speed"]["optuna-tpe"] = [0.5] * 5
   return results
@@ -93,7 +92,7 @@ def test_speed_against_botorch_is_not_measured_without_it(document):
 def test_figures_of_the_committed_results_have_captions(document):
   with figures.style():
     drawn = cgp.figures(document["results"])
-  assert set(drawn) == set(cgp.CAPTIONS)
+  assert list(drawn) == list(cgp.CAPTIONS)
 
 
 def test_checkpoints_are_increasing_and_end_at_the_horizon():
@@ -111,7 +110,7 @@ def test_the_smoke_scale_runs_to_verdicts_and_a_report(tmp_path):
   assert {claim["id"] for claim in document["claims"]} >= {"R1", "R2", "R3", "R4", "R6", "R7"}
   assert all(claim["verdict"] in claims.VERDICTS for claim in document["claims"])
   assert (tmp_path / "report.html").exists()
-  assert len(list((tmp_path / "figures").glob("*.svg"))) == len(cgp.CAPTIONS)
+  assert len(list((tmp_path / "figures").glob("*.svg"))) == len(cgp.CAPTIONS) - 1  # without BoTorch
   for arms in document["results"]["settings"].values():
     for arm in cgp.ARMS:
       assert all(math.isfinite(gap) for gap in arms[arm]["final gap"])
