@@ -63,8 +63,8 @@ def get_config(scale: str) -> ml_collections.ConfigDict:
   """Sizes of the experiment.
 
   Command: `foliax run cgp:laptop`. Time: four minutes on two cores; a quarter of an hour more with
-  BoTorch. Expect: certificates that hold in every run; a gap a third to two thirds of that of random
-  search; a regret below random search's where the function is not flat around its maximum; and an
+  BoTorch. Expect: certificates that hold in every run; a gap a third to two thirds of random
+  search's; a regret below random search's where the function is not flat around its maximum; an
   active set that stays large at high noise.
 
   Fields:
