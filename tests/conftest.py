@@ -11,6 +11,8 @@ os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "jax")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# Small factorisations are far slower when OpenBLAS spreads them over busy cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 

@@ -267,6 +267,22 @@ def test_regions_grow_on_success_and_shrink_on_failure():
     np.testing.assert_allclose(memory.half[0], factor * half)
 
 
+@pytest.mark.parametrize("name", ["cgp", "hybrid", "trust region", "gp-ucb"])
+@pytest.mark.slow
+def test_no_strategy_insists_on_a_region_where_calls_fail(name):
+  failing = lambda x, key: jnp.where(x[0] > 0.5, jnp.nan, x[0] - abs(x[1] - 0.4))
+  config = dataclasses.replace(CONFIG, initial=5)
+  state, history = cgp.run(
+    KEYS[0], failing, config, 40, strategy=STRATEGIES[name], lipschitz=2.0, sigma=0.01
+  )
+  assert (state.t, state.dropped) == (40, jnp.isnan(history.y).sum())
+  failed = history.x[jnp.isnan(history.y)]
+  apart = jnp.linalg.norm(failed[:, None] - failed[None], axis=-1) + 9 * jnp.eye(len(failed))
+  assert jnp.median(apart.min(-1)) > 0.05
+  assert cgp.incumbent(state)[0] <= 0.5
+  assert state.lower.max() > 0.2
+
+
 @pytest.mark.slow
 def test_trust_regions_beat_random_search_in_ten_dimensions():
   problem = benchmarks.get("cone-10")

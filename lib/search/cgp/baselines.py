@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from foliax.kernels_pallas import envelope as envelope_kernel
 from foliax.search.cgp import hybrid
 from foliax.search.cgp import state as arms
-from foliax.search.cgp.search import Strategy, sobol, start_with_design
+from foliax.search.cgp.search import Strategy, avoid_failures, sobol, start_with_design
 
 CANDIDATES = 512
 
@@ -67,8 +67,9 @@ def _gp_ask(state, memory, config):
   starting = state.t < start.shape[0]
   due = ~starting & ((state.t % hybrid.EVERY == 0) | (memory.fitted == 0))
   memory = jax.lax.cond(due, lambda m: hybrid.surrogate_refresh(state, m, key), lambda m: m, memory)
-  score = hybrid.gp_ucb(state, memory)
-  x = memory.posterior.candidates[jnp.argmax(score)]
+  candidates = memory.posterior.candidates
+  score = avoid_failures(state, candidates, hybrid.gp_ucb(state, memory))
+  x = candidates[jnp.argmax(score)]
   x = jnp.where(starting, start[jnp.minimum(state.t, start.shape[0] - 1)], x)
   return state, memory, x, jnp.asarray(-1, jnp.int32)
 

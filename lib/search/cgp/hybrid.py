@@ -188,7 +188,8 @@ def _ask_surrogate(state, surrogate):
   active = arms.upper_env(candidates, state)[0] >= arms.lower_bound(state)
   score = jnp.where(active, gp_ucb(state, surrogate), -jnp.inf)
   # With no candidate left in A_t, the incumbent is: pulling it again is the safe call.
-  x = jnp.where(active.any(), candidates[jnp.argmax(score)], arms.incumbent(state))
+  best = candidates[jnp.argmax(search.avoid_failures(state, candidates, score))]
+  x = jnp.where(active.any(), best, arms.incumbent(state))
   return search.bind(state, x)
 
 

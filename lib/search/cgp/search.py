@@ -98,9 +98,7 @@ def propose(state: CGPState, X: Float[Array, "m d"]) -> tuple[Float[Array, " d"]
   zero_if_open = jnp.where(state.n > 0, 0.0, jnp.inf).astype(X.dtype)
   distance = envelope_kernel.envelope(X, state.x, zero_if_open, 1.0).upper
   score = upper - jnp.where(state.lam > 0, state.lam * state.L * distance, 0.0)
-  score = jax.lax.cond(_failed(state).any(), _avoid_failures, lambda _, __, s: s, state, X, score)
-  x = X[jnp.argmax(score)]
-  return bind(state, x)
+  return bind(state, X[jnp.argmax(avoid_failures(state, X, score))])
 
 
 def bind(state: CGPState, x: Float[Array, " d"]) -> tuple[Float[Array, " d"], Int[Array, ""]]:
@@ -114,17 +112,23 @@ def bind(state: CGPState, x: Float[Array, " d"]) -> tuple[Float[Array, " d"], In
   return jnp.where(repeat, state.x[j], x), jnp.where(repeat, j, -1)
 
 
-def _failed(state):
-  return (jnp.arange(state.n.shape[0]) < state.k) & (state.n == 0)
+def avoid_failures(
+  state: CGPState, X: Float[Array, "m d"], score: Float[Array, " m"]
+) -> Float[Array, " m"]:
+  """The scores of candidates, minus infinity near points where every call failed.
 
+  A failed call changes no bound, so without this the same point would be asked for ever. Where all
+  candidates are near failures, the score is the distance to them.
+  """
+  failed = (jnp.arange(state.n.shape[0]) < state.k) & (state.n == 0)
 
-def _avoid_failures(state, X, score):
-  """Minus infinity near failed points, unless that rules out every candidate."""
-  marks = jnp.where(_failed(state), 0.0, jnp.inf).astype(X.dtype)
-  distance = envelope_kernel.envelope(X, state.x, marks, 1.0).upper
-  close = distance < FAILURE_RADIUS * X.shape[1] ** 0.5
-  # Where everything is close to a failure, the farthest candidate is the best guess.
-  return jnp.where(close.all(), distance, jnp.where(close, -jnp.inf, score))
+  def away(score):
+    marks = jnp.where(failed, 0.0, jnp.inf).astype(X.dtype)
+    distance = envelope_kernel.envelope(X, state.x, marks, 1.0).upper
+    close = distance < FAILURE_RADIUS * X.shape[1] ** 0.5
+    return jnp.where(close.all(), distance, jnp.where(close, -jnp.inf, score))
+
+  return jax.lax.cond(failed.any(), away, lambda score: score, score)
 
 
 @functools.lru_cache(maxsize=32)

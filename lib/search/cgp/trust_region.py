@@ -133,7 +133,8 @@ def tr_ask(
   env = envelope_kernel.envelope(X, state.x, state.upper, state.L, state.lower)
   allowed = env.upper >= arms.lower_bound(state)
   middle = jnp.where(allowed, (env.upper + env.lower) / 2, -jnp.inf)
-  best = jnp.where(allowed.any(), jnp.argmax(middle), jnp.argmax(env.upper))
+  score = jnp.where(allowed.any(), middle, env.upper)
+  best = jnp.argmax(search.avoid_failures(state, X, score))
   # A region without an arm opens its centre first.
   waiting = ~started
   turn = jnp.where(waiting.any(), jnp.argmax(waiting), best // each).astype(jnp.int32)
