@@ -184,6 +184,7 @@ def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
     # Timed alone: nothing else runs meanwhile.
     "speed": context.stage("speed", functools.partial(_speed, config)),
   }
+  _write_curves(context, results)
   if config.peers_python:
     results["botorch"] = {
       problem: {
@@ -194,6 +195,16 @@ def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
       for problem in BOTORCH_PROBLEMS
     }
   return results
+
+
+def _write_curves(context, results) -> None:
+  """Mean regret and gap for TensorBoard: one run an arm, one chart a setting."""
+  for setting, arms in results["settings"].items():
+    for arm, measured in arms.items():
+      for quantity in ("regret", "gap"):
+        means = np.mean(measured.get(quantity) or [[]], axis=0)
+        for step, value in zip(results["steps"], means, strict=False):
+          context.scalars(arm, {f"{quantity}/{setting}": value}, step)
 
 
 def checkpoints(horizon: int) -> list[int]:
@@ -294,11 +305,11 @@ def _arm(config, problem, sigma, arm) -> dict[str, Any]:
     config, problem, sigma, arm, config.seeds, config.horizon
   )
   at = np.asarray(checkpoints(config.horizon)) - 1
-  # Strategies that do not refine the cover as they go have a gap only at the end.
-  refines = arm.startswith(("cgp", "adaptive", "hybrid"))
+  # Other strategies do not refine the cover as they go, or certify nothing.
+  certifies = arm in ("cgp", "hybrid")
   return {
     "regret": _rows(regret[:, at]),
-    "gap": _rows(history.certificate.gap[:, at]) if refines else [],
+    "gap": _rows(history.certificate.gap[:, at]) if certifies else [],
     "final gap": _short(final.gap),
     "volume": _short(final.active_frac),
     "arms": state.k.tolist(),
