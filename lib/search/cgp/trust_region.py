@@ -96,11 +96,13 @@ def local_certificate(
 
 
 def _restart(state, memory):
-  """Moves regions that are proven empty or have shrunk away to new Sobol points."""
+  """Moves regions that are proven empty, have shrunk away or failed at their centre."""
   _, empty = local_certificate(state, memory)
-  gone = empty | (memory.half < memory.r_min)
-  key = jax.random.fold_in(jax.random.fold_in(state.key, state.t), 8)
+  _, started = centres(state, memory)
   regions, d = memory.fresh.shape
+  called = (memory.owner[None] == jnp.arange(regions)[:, None]).any(-1)
+  gone = empty | (memory.half < memory.r_min) | (called & ~started)
+  key = jax.random.fold_in(jax.random.fold_in(state.key, state.t), 8)
   lost = gone[jnp.clip(memory.owner, 0, regions - 1)] & (memory.owner >= 0)
   return memory._replace(
     fresh=jnp.where(gone[:, None], search.sobol(key, regions, d), memory.fresh),
