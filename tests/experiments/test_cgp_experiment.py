@@ -23,7 +23,10 @@ def verdicts(results):
 
 def test_committed_claims_follow_from_committed_results(document):
   again = [claim.as_dict() for claim in cgp.claims(document["results"])]
-  assert again == document["claims"]
+  for now, then in zip(again, document["claims"], strict=True):
+    # Releases of scipy round the bootstrap differently.
+    assert now.pop("statistic") == pytest.approx(then.pop("statistic"), rel=1e-3, abs=1e-6)
+    assert now == then
   assert document["scale"] == "laptop"
   assert not document["provenance"]["commit"].endswith("changes")
 
