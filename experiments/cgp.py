@@ -133,9 +133,8 @@ def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
     work[name] = lambda: context.stage(name, lambda: function(config, *arguments))
 
   settings = [(problem, sigma) for problem in PROBLEMS for sigma in NOISE]
-  arms = (*ARMS, *PEERS)
   for problem, sigma in settings:
-    for arm in arms:
+    for arm in arms_at(sigma):
       measure = _peer_arm if arm in PEERS else _arm
       stage(f"settings/{problem}-{sigma}/{arm}", measure, problem, sigma, arm)
   for problem in PROBLEMS:
@@ -166,7 +165,9 @@ def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
     "steps": checkpoints(config.horizon),
     "target gap": config.target_gap,
     "settings": {
-      f"{problem} {sigma}": {arm: done[f"settings/{problem}-{sigma}/{arm}"] for arm in arms}
+      f"{problem} {sigma}": {
+        arm: done[f"settings/{problem}-{sigma}/{arm}"] for arm in arms_at(sigma)
+      }
       for problem, sigma in settings
     },
     "coverage": {problem: done[f"coverage/{problem}"] for problem in PROBLEMS},
@@ -195,6 +196,11 @@ def run(config: ml_collections.ConfigDict, context: Context) -> dict[str, Any]:
       for problem in BOTORCH_PROBLEMS
     }
   return results
+
+
+def arms_at(sigma: float) -> tuple[str, ...]:
+  """The arms at a noise level: TPE, which takes as long as all others, only at the lower one."""
+  return (*ARMS, *(name for name in PEERS if name != "optuna-tpe" or sigma == NOISE[0]))
 
 
 def _write_curves(context, results) -> None:

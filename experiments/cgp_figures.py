@@ -104,12 +104,13 @@ def _regret(pyplot, results):
   steps = results["steps"]
   shown = ("random", "uniform-in-A_t", "lipo", "gp-ucb", "cma", "optuna-tpe", "hybrid", "cgp")
   for name, ax in axes.items():
-    for arm in shown:
+    for arm in [arm for arm in shown if arm in results["settings"][name]]:
       rows = np.maximum(results["settings"][name][arm]["regret"], 1e-5)
       _curve(ax, steps, rows, arm, band=arm in ("cgp", "random"))
     ax.set(title=_title(name), xscale="log", yscale="log")
   _outer_labels(axes, "calls", "regret")
-  figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=9)
+  handles = next(iter(axes.values())).get_legend_handles_labels()
+  figure.legend(*handles, loc="outside lower center", ncols=8, fontsize=9)
   return figure
 
 

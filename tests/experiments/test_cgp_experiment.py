@@ -39,8 +39,8 @@ def test_committed_results_come_from_the_laptop_configuration(document):
 
 def test_every_arm_has_the_same_calls_and_seeds(document):
   results, config = document["results"], document["config"]
-  for arms in results["settings"].values():
-    assert set(arms) == {*cgp.ARMS, *cgp.PEERS}
+  for setting, arms in results["settings"].items():
+    assert set(arms) == set(cgp.arms_at(float(setting.split()[1])))
     for arm in arms.values():
       assert len(arm["regret"]) == config["seeds"]
       assert {len(row) for row in arm["regret"]} == {len(results["steps"])}
