@@ -29,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   # The small factorisations of these experiments are up to hundreds of times slower when OpenBLAS
   # spreads them over cores that are busy. It reads this when numpy and scipy load it.
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-  # Programs dispatched from several threads can wait for each other in XLA's own pool for ever.
-  os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
   config_flags, rest = _split_config_flags(argv)
   arguments = _parser().parse_args(rest)
   if config_flags and arguments.command != "run":

@@ -13,8 +13,6 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Small factorisations are far slower when OpenBLAS spreads them over busy cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Programs dispatched from several threads can wait for each other in XLA's own pool for ever.
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
 from jaxtyping import install_import_hook
 

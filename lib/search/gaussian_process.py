@@ -288,7 +288,9 @@ def fit(
     noise = jax.random.normal(name_key, (restarts - 1, *centre.shape), x.dtype)
     starts[name] = jnp.concatenate([first[name][None], centre + spread[name] * noise])
 
-  best, losses = jax.vmap(lambda start: _minimise(loss, start, steps))(starts)
+  # One start after the other: jaxlib spreads a batch of factorisations over its pool of threads and
+  # waits on a thread of that pool (seen in 0.10.1), so two programs at once can wait for ever.
+  best, losses = jax.lax.map(lambda start: _minimise(loss, start, steps), starts)
   winner = jnp.argmin(losses)
   ok = jnp.isfinite(losses[winner])
   return mode._replace(

@@ -1,5 +1,8 @@
 """Gaussian process regression: known answers, invariances, and what bad input does."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -301,3 +304,23 @@ def test_expected_improvement_agrees_with_sampling_and_handles_certainty():
   np.testing.assert_allclose(got, np.maximum(draws - 0.4, 0).mean(0), atol=3e-3)
   gradient = jax.grad(lambda v: gp.expected_improvement(mean, v, 0.4).sum())(variance)
   assert np.isfinite(gradient).all()
+
+
+TWO_FITS_AT_ONCE = """
+import threading, sys
+import jax, jax.numpy as jnp
+from foliax.search import gaussian_process as gp
+
+n = 128
+x = jax.random.uniform(jax.random.key(0), (n, 2))
+data = (x, jnp.sin(5 * x).sum(-1), jnp.full(n, 0.01), jnp.ones(n, bool))
+fit = lambda: gp.fit(*data, key=jax.random.key(1), steps=30).scale.block_until_ready()
+fit()
+threads = [threading.Thread(target=lambda: [fit() for _ in range(6)]) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_fits_in_two_threads_do_not_wait_for_each_other_for_ever():
+  subprocess.run([sys.executable, "-c", TWO_FITS_AT_ONCE], check=True, timeout=120)
