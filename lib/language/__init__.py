@@ -1,0 +1,1 @@
+"""Decoder language models as pure functions: model, weights, tokenizer, generation, endpoints."""
