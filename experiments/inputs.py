@@ -7,10 +7,11 @@ import numpy as np
 from foliax import extras
 from foliax.experiments import registry
 from foliax.experiments.registry import UserError
+from foliax.language import pretrained
 
 
 class Input(NamedTuple):
-  """A data set or model.
+  """A data set; models are in `foliax.language.pretrained.MODELS`.
 
   Attributes:
     description: what it is, in a few words.
@@ -51,20 +52,24 @@ INPUTS: dict[str, Input] = {
 
 
 def fetch(names: Sequence[str]) -> list[str]:
-  """Loads inputs and describes them.
+  """Loads inputs and describes them; models are downloaded first if they are not there yet.
 
   Args:
-    names: keys of `INPUTS`; all of them when empty.
+    names: keys of `INPUTS` and of `pretrained.MODELS`; all of `INPUTS` when empty.
   Returns:
     One paragraph per input: name, shapes, size, source, licence.
   Raises:
-    UserError: a name is unknown, or an input is not what it should be.
+    UserError: a name is unknown, or an input is not what it should be or cannot be had.
     ModuleNotFoundError: the package that brings it is missing; the message names the extra.
   """
+  known = [*INPUTS, *pretrained.MODELS]
   for name in names:
-    if name not in INPUTS:
-      raise UserError(f"unknown input {name!r}; {registry.nearest(name, INPUTS)}")
-  return [_describe(name, INPUTS[name]) for name in names or INPUTS]
+    if name not in known:
+      raise UserError(f"unknown input {name!r}; {registry.nearest(name, known)}")
+  return [
+    _describe(name, INPUTS[name]) if name in INPUTS else _describe_model(name)
+    for name in names or INPUTS
+  ]
 
 
 def _describe(name: str, entry: Input) -> str:
@@ -76,5 +81,23 @@ def _describe(name: str, entry: Input) -> str:
   size = sum(a.nbytes for a in arrays.values()) / 2**20
   return (
     f"{name}: {entry.description}\n  {shapes}; {size:.2f} MiB in memory\n"
+    f"  source: {entry.source}\n  licence: {entry.licence}"
+  )
+
+
+def _describe_model(name: str) -> str:
+  import jax
+  from foliax.language import weights
+
+  entry = pretrained.MODELS[name]
+  try:
+    path = pretrained.fetch(name)
+    params = weights.load(path)[0] if path.is_file() else weights.load_encoder(path).params
+  except (OSError, RuntimeError, ValueError) as error:
+    raise UserError(str(error)) from None
+  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  size = sum(file.size for file in entry.files.values()) / 2**20
+  return (
+    f"{name}: {entry.description}\n  {count:,} parameters, {size:.2f} MiB in {path}\n"
     f"  source: {entry.source}\n  licence: {entry.licence}"
   )

@@ -2,11 +2,14 @@
 
 import math
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from foliax.language import encoder
 from foliax.language.model import Config, RopeScaling
+from foliax.language.safetensors_file import read_json
 
 _LARGEST = 2**31 - 1
 # Keys of config.json that change the computation -> values under which it stays the one we have.
@@ -18,6 +21,7 @@ _UNCHANGED = {
   "quantization_config": (),
 }
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_MEAN = "pooling_mode_mean_tokens"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -200,6 +204,55 @@ def to_json(config: Config, dtype: str) -> dict[str, Any]:
       "original_max_position_embeddings": original,
     }
   return table
+
+
+def encoder_from_json(table: Mapping[str, Any], source: str | os.PathLike) -> encoder.Config:
+  """The configuration of a BERT encoder that a `config.json` describes.
+
+  Args:
+    table: its contents.
+    source: its path, for messages.
+  Raises:
+    ValueError: a value is missing or absurd, or the model is of another kind.
+  """
+  read = _Table(table, source)
+  for name, allowed in (
+    ("model_type", "bert"),
+    ("hidden_act", "gelu"),
+    ("position_embedding_type", "absolute"),
+  ):
+    if (value := table.get(name, allowed)) != allowed:
+      raise ValueError(f"{source}: {name} is {_shown(value)}; allowed: {allowed}")
+  return encoder.Config(
+    vocab_size=read.integer("vocab_size"),
+    hidden_size=read.integer("hidden_size"),
+    layers=read.integer("num_hidden_layers"),
+    heads=read.integer("num_attention_heads"),
+    ffn_size=read.integer("intermediate_size"),
+    context=read.integer("max_position_embeddings", 512),
+    types=read.integer("type_vocab_size", 2),
+    norm_eps=read.number("layer_norm_eps", 1e-12),
+  )
+
+
+def sentence_settings(directory: pathlib.Path, context: int) -> int:
+  """How many tokens of a text a sentence encoder reads, once its pooling is known to be the mean.
+
+  Args:
+    directory: of the model; what it says nothing about has its usual value.
+    context: of the encoder, which is the most.
+  Raises:
+    ValueError: the pooling is another, or a value is absurd.
+  """
+  pooling = directory / "1_Pooling" / "config.json"
+  if pooling.is_file():
+    wrong = sorted(k for k, v in read_json(pooling).items() if v is True and k != _MEAN)
+    if wrong:
+      raise ValueError(f"{pooling}: {wrong[0][:80]} is true; allowed: {_MEAN} alone")
+  settings = directory / "sentence_bert_config.json"
+  if not settings.is_file():
+    return context
+  return min(_Table(read_json(settings), settings).integer("max_seq_length", context), context)
 
 
 def from_gguf(

@@ -36,7 +36,7 @@ _LONGEST_NAME = 65535
 _MOST_DIMENSIONS = 4
 # The package decodes a few rows at a time, which costs more than the arithmetic when rows are
 # short. Blocks know nothing of rows: this many elements at a time stay in a core's cache.
-_ELEMENTS_AT_ONCE = 2**18
+_ELEMENTS_AT_ONCE = 2**17
 
 
 class Tensor(NamedTuple):

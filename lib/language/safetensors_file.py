@@ -6,17 +6,17 @@ range of each tensor, and the tensors, end to end: github.com/huggingface/safete
 
 import json
 import math
-import os
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from foliax.language.atomic import replacing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _LONGEST_HEADER = 100_000_000  # the reference implementation refuses longer ones too
 _MOST_DIMENSIONS = 8
 _FLOATS = {
@@ -57,9 +57,12 @@ class SafetensorsFiles:
       self._tensors |= tensors
     self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-  def read(self, name: str) -> np.ndarray:
+  def read(self, name: str, *, checked: bool = False) -> np.ndarray:
     """Values of a tensor as they are stored, in memory that is the file's own and read-only.
 
+    Args:
+      name: of the tensor.
+      checked: the values are known to be finite.
     Raises:
       KeyError: no such tensor.
       ValueError: it holds no floating point numbers, or some are not finite.
@@ -70,7 +73,7 @@ class SafetensorsFiles:
         f"{self.path}: tensor {name} has type {dtype}; allowed: {', '.join(_FLOATS)}: convert it"
       )
     values = data.view(_FLOATS[dtype]).reshape(shape)
-    if not np.isfinite(values).all():
+    if not checked and not np.isfinite(values).all():
       raise ValueError(f"{self.path}: tensor {name} has values that are not finite; get it again")
     return values
 
@@ -109,9 +112,6 @@ def find(directory: pathlib.Path) -> list[pathlib.Path]:
     if not (directory / name).is_file():
       raise FileNotFoundError(f"{directory} has no {name}, which its index names; get it again")
   return [directory / name for name in sorted(names)]
-
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def read_json(path: pathlib.Path, longest: int = _LONGEST_HEADER) -> dict[str, Any]:
@@ -237,28 +237,3 @@ def write(
     stream.write(len(text).to_bytes(8, "little") + text)
     for values in tensors.values():
       stream.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-class replacing:
-  """A new file that takes the place of `path` when the block ends well, and else disappears."""
-
-  def __init__(self, path: pathlib.Path):
-    self.path = path
-
-  def __enter__(self):
-    self.stream = tempfile.NamedTemporaryFile(
-      "wb", dir=self.path.parent, prefix=f".{self.path.name}-", suffix=".part", delete=False
-    )
-    return self.stream
-
-  def __exit__(self, kind, *_):
-    try:
-      if kind is None:
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.stream.close()
-        os.chmod(self.stream.name, 0o644)
-        os.replace(self.stream.name, self.path)
-    finally:
-      self.stream.close()
-      pathlib.Path(self.stream.name).unlink(missing_ok=True)

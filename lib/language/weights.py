@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from foliax.language import config_files, model, pretrained
+from foliax.language import config_files, encoder, model, pretrained
 from foliax.language import safetensors_file as safetensors
+from foliax.language.atomic import replacing
+from foliax.language.encoder import SentenceEncoder
 from foliax.language.gguf_file import GGUFFile
 from foliax.language.model import Config, Params, RopeScaling
 
@@ -49,6 +51,23 @@ _LAYER = {
 }
 _PREFIX = ("model.layers.{}.", "blk.{}.")
 _HF, _GGUF = 0, 1
+# The same for encoders; NAME.weight and NAME.bias are two parameters.
+_ENCODER_TOP = {
+  "tokens": "embeddings.word_embeddings",
+  "positions": "embeddings.position_embeddings",
+  "types": "embeddings.token_type_embeddings",
+  "norm": "embeddings.LayerNorm",
+}
+_ENCODER_LAYER = {
+  "query": "attention.self.query",
+  "key": "attention.self.key",
+  "value": "attention.self.value",
+  "output": "attention.output.dense",
+  "attention_norm": "attention.output.LayerNorm",
+  "up": "intermediate.dense",
+  "down": "output.dense",
+  "ffn_norm": "output.LayerNorm",
+}
 _SHARD_BYTES = 5 * 10**9
 # Part of the name of cached conversions: to be raised when a file would be converted differently.
 _CONVERTER = 1
@@ -107,6 +126,39 @@ def load(
   except OSError as error:
     warnings.warn(f"the converted weights were not kept: {error}", stacklevel=2)
   return jax.tree.map(lambda x: x.astype(dtype), params), config
+
+
+def load_encoder(directory: str | os.PathLike, dtype: Any = jnp.float32) -> SentenceEncoder:
+  """A sentence encoder with mean pooling, such as all-MiniLM-L6-v2.
+
+  Args:
+    directory: has `config.json`, `model.safetensors` and `tokenizer.json` of a BERT model.
+    dtype: of the parameters.
+  Raises:
+    FileNotFoundError: a file is missing.
+    ValueError: a file is damaged, a tensor is missing, unexpected or of another shape, or texts are
+      not the mean of their tokens.
+  """
+  directory = pathlib.Path(directory)
+  table = safetensors.read_json(directory / "config.json")
+  config = config_files.encoder_from_json(table, directory / "config.json")
+  max_tokens = config_files.sentence_settings(directory, config.context)
+  source = safetensors.SafetensorsFiles(safetensors.find(directory))
+  _enough(source, config.layers)
+  leaves = {}
+  for path, struct in _flat(encoder.shapes(config)).items():
+    name = path.removeprefix("layers/")
+    suffix = ".bias" if name.endswith("_bias") else ".weight"
+    if name == path:
+      names = [_ENCODER_TOP[name.removesuffix("_bias")] + suffix]
+      leaves[path] = Leaf(names, struct.shape, False, False)
+    else:
+      tensor = _ENCODER_LAYER[name.removesuffix("_bias")] + suffix
+      names = [f"encoder.layer.{i}.{tensor}" for i in range(config.layers)]
+      leaves[path] = Leaf(names, struct.shape[1:], True, len(struct.shape) == 3)
+  ignored = ["embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"]
+  params = _assemble(source, leaves, dtype, lambda _, name: source.read(name), ignored)
+  return SentenceEncoder(params, config, directory / "tokenizer.json", max_tokens=max_tokens)
 
 
 def gguf_metadata(path: str | os.PathLike) -> dict[str, Any]:
@@ -171,7 +223,7 @@ def save(
 
 
 def _write_json(path: pathlib.Path, table: Mapping[str, Any]) -> None:
-  with safetensors.replacing(path) as stream:
+  with replacing(path) as stream:
     stream.write(json.dumps(table, indent=2).encode() + b"\n")
 
 
@@ -273,7 +325,7 @@ def _from_directory(directory: pathlib.Path, dtype: Any) -> tuple[Params, Config
   )
   _enough(source, config.layers)
   ignored = ["rotary_emb.inv_freq"] + ["lm_head.weight"] * config.tied
-  read = lambda path, name: source.read(name)
+  read = lambda _, name: source.read(name)
   return _assemble(source, _leaves(config, _HF), dtype, read, ignored), config
 
 
@@ -312,7 +364,8 @@ def _read_conversion(path: pathlib.Path, dtype: Any) -> tuple[Params, Config] | 
       path: Leaf([path], struct.shape, False, False)
       for path, struct in _flat(model.shapes(config)).items()
     }
-    return _assemble(source, leaves, dtype, lambda path, name: source.read(name)), config
+    read = lambda _, name: source.read(name, checked=True)
+    return _assemble(source, leaves, dtype, read), config
   except (ValueError, KeyError, TypeError):
     return None
 
