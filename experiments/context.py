@@ -2,11 +2,9 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
 import os
 import pathlib
 import re
-import shutil
 import sys
 import threading
 import time
@@ -14,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from foliax import extras
 from foliax.experiments import storage
 from foliax.training import progress
+from foliax.training.checkpoint import Checkpoints, plain
 
 Carry = TypeVar("Carry")
 _NAME = re.compile(r"[\w.=,+-]*\w[\w.=,+-]*(/[\w.=,+-]*\w[\w.=,+-]*)*")
@@ -144,7 +142,7 @@ class Context:
         raise ValueError(f"loop {name!r} and loop {other!r} would share a folder; rename one")
     self._loops.append(name)
     folder = self.workdir / "checkpoints" / name
-    carry = jax.tree.map(_plain_leaf, init)
+    carry = plain(init)
     form = _form(carry)
     with self._lock:
       carry, records = self._restore(folder, carry)
@@ -152,7 +150,7 @@ class Context:
     with self.progress(name, steps, done=len(records)) as bar:
       for i in range(len(records), steps):
         carry, record = step(carry, i)
-        carry = jax.tree.map(_plain_leaf, carry)
+        carry = plain(carry)
         if _form(carry) != form:
           raise ValueError(
             f"step {i} of loop {name!r} changed its state from {form} to {_form(carry)}; "
@@ -225,61 +223,15 @@ class Context:
       self._save_alone(folder, carry, records)
 
   def _save_alone(self, folder: pathlib.Path, carry: Any, records: list[Any]) -> None:
-    checkpoint = folder.absolute() / str(len(records))
-    with contextlib.closing(_checkpointer()) as checkpointer:
-      checkpointer.save(checkpoint, {"carry": carry})  # Orbax refuses a bare array
-    seal = {"files": _digest(checkpoint), "records": records}
-    storage.write_sealed(folder / f"{len(records)}.json", seal)
-    for old in _sealed_steps(folder)[_KEPT:]:
-      (folder / f"{old}.json").unlink()
-      shutil.rmtree(folder / str(old), ignore_errors=True)
+    with contextlib.closing(Checkpoints(folder, _KEPT)) as checkpoints:
+      checkpoints.save(len(records), carry, records)
     self._note_time()
 
   def _restore(self, folder: pathlib.Path, carry: Any) -> tuple[Any, list[Any]]:
-    sealed = _sealed_steps(folder)
-    for remainder in folder.glob("*/"):
-      if remainder.name not in map(str, sealed):  # a save that was killed
-        shutil.rmtree(remainder)
-    for done in sealed:
-      checkpoint = folder.absolute() / str(done)
-      try:
-        seal = storage.read_sealed(folder / f"{done}.json")
-        if seal["files"] != _digest(checkpoint):
-          raise ValueError(f"{checkpoint} is damaged: its checksum does not match")
-        with contextlib.closing(_checkpointer()) as checkpointer:
-          return checkpointer.restore(checkpoint, {"carry": carry})["carry"], seal["records"]
-      except ValueError as error:
-        self.say(f"loop {folder.name}: {error}; going back to an earlier state")
-        (folder / f"{done}.json").unlink()
-        shutil.rmtree(checkpoint, ignore_errors=True)
-    return carry, []
-
-
-def _checkpointer():
-  import orbax.checkpoint as ocp  # takes a third of a second that most runs of stages do not need
-
-  return ocp.StandardCheckpointer()
-
-
-def _sealed_steps(folder: pathlib.Path) -> list[int]:
-  return sorted((int(p.stem) for p in folder.glob("*.json") if p.stem.isdigit()), reverse=True)
-
-
-def _digest(folder: pathlib.Path) -> str:
-  total = hashlib.sha256()
-  for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-    content = hashlib.sha256(path.read_bytes()).hexdigest()
-    total.update(f"{path.relative_to(folder)} {content}\n".encode())
-  return total.hexdigest()
-
-
-def _plain_leaf(leaf: Any) -> Any:
-  """A leaf as it comes back from a checkpoint, so that resuming changes no bit."""
-  if isinstance(leaf, np.generic):
-    return np.asarray(leaf)
-  if getattr(leaf, "weak_type", False):
-    return jnp.asarray(leaf, leaf.dtype)
-  return leaf
+    say = lambda message: self.say(f"loop {folder.name}: {message}")
+    with contextlib.closing(Checkpoints(folder, _KEPT, say)) as checkpoints:
+      newest = checkpoints.newest()
+      return (carry, []) if newest is None else checkpoints.restore(carry, newest)
 
 
 def _form(carry: Any) -> tuple[Any, list[str]]:
