@@ -18,8 +18,14 @@ feed-forward, V vocabulary). Weights of all layers are stacked, and one `scan` r
 A weight matrix may also be any pytree node with a method `project(x)`, such as
 `foliax.language.lora.LowRank`. `Config` is static; everything else is traced.
 
+`for_decoding` lays parameters out for generating on a CPU, where the slices that a scan takes of
+its weights are copies and a step is as fast as weights can be read: `layers` becomes a tuple with
+an entry a layer, run one after the other; matrices are `[o, i]`, and those that read the same
+input are one (`qkv`, `gate_up`).
+
 The cache of `forward_cached` is only read while the layers run, beside the keys and values of the
-new tokens; those are written once, for all layers, at the end. So no layer copies the cache.
+new tokens, which are written after; so no layer copies it. Batch and head come first in it, and
+keys are `[h, s]`, because the products of decoding would otherwise transpose all of it each step.
 """
 
 import dataclasses
@@ -29,6 +35,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from foliax.training.sharding import constrain
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -43,6 +50,8 @@ SHARDING_RULES = (
   (r"(^|/)(query|key|value)_bias$", P(None, "model")),
   (r"norm$", P()),
 )
+# Matrices that read the same input, by the name they have when stored as one.
+_PARTS = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 # More queries than this at a time would make scores too large to keep: they go in blocks.
 _QUERY_BLOCK = 512
 
@@ -128,14 +137,31 @@ class Cache(NamedTuple):
   """Keys and values of the tokens seen, for a batch of rows of different lengths.
 
   Attributes:
-    keys, values: slot `s` of row `b` belongs to its token at position `s`; slots from `lengths`
+    keys, values: stacked over layers, or a tuple with an entry a layer, as the parameters that it
+      is used with. Slot `s` of row `b` belongs to its token at position `s`; slots from `lengths`
       on are never read.
     lengths: number of tokens held of each row.
   """
 
-  keys: Float[Array, "l b s k h"]
-  values: Float[Array, "l b s k h"]
+  keys: Float[Array, "l b k h s"] | tuple[Float[Array, "b k h s"], ...]
+  values: Float[Array, "l b k s h"] | tuple[Float[Array, "b k s h"], ...]
   lengths: Int[Array, " b"]
+
+  @property
+  def capacity(self) -> int:
+    """How many tokens each row can hold."""
+    return self.keys[0].shape[-1]
+
+
+class Transposed(NamedTuple):
+  """A matrix stored as `[o, i]`."""
+
+  matrix: Float[Array, "o i"]
+
+  def project(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+    """`x @ matrix.T`, as `(matrix @ x.T).T`: for few rows XLA:CPU is twice as fast at that."""
+    out = jax.lax.optimization_barrier(self.matrix @ x.reshape(-1, x.shape[-1]).T)
+    return out.T.reshape(*x.shape[:-1], self.matrix.shape[0])
 
 
 def shapes(config: Config, dtype: Any = jnp.float32) -> Params:
@@ -241,20 +267,50 @@ def unembed(
 ) -> Float[Array, "*batch v"]:
   """Logits in float32 of hidden states after the last norm."""
   head = params["embedding"] if config.tied else params["head"]
+  if isinstance(params["layers"], tuple):
+    return Transposed(head).project(hidden).astype(jnp.float32)
   return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
 
-def init_cache(config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
-  """An empty cache.
+def for_decoding(params: Params) -> Params:
+  """Plain parameters laid out for `forward_cached` on a CPU; the functions here take both layouts.
+
+  It copies all layers: do it once, outside of what is called often. Sharded parameters and
+  training stay with the stacked layout, whose compile time does not grow with depth.
+  """
+  stacked = dict(params["layers"])
+  depth = stacked["query"].shape[0]
+  for fused, parts in _PARTS.items():
+    stacked[fused] = jnp.concatenate([stacked.pop(name) for name in parts], -1)
+    if f"{parts[0]}_bias" in stacked:
+      stacked[f"{fused}_bias"] = jnp.concatenate([stacked.pop(f"{n}_bias") for n in parts], -1)
+
+  def laid_out(w):
+    return Transposed(jnp.swapaxes(w, 0, 1)) if w.ndim == 2 else w
+
+  layers = tuple({name: laid_out(w[i]) for name, w in stacked.items()} for i in range(depth))
+  return params | {"layers": layers}
+
+
+def init_cache(params: Params, config: Config, batch: int, capacity: int) -> Cache:
+  """An empty cache in the layout and dtype of the parameters.
 
   Args:
+    params: the parameters that it will be used with.
     config: static description of the model.
     batch: number of rows.
     capacity: number of tokens that each row can hold.
-    dtype: of keys and values, normally that of the parameters.
   """
-  shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
-  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+  dtype = params["embedding"].dtype
+  row = (batch, config.kv_heads)
+  keys, values = (*row, config.head_dim, capacity), (*row, capacity, config.head_dim)
+
+  def empty(shape):
+    if isinstance(params["layers"], tuple):
+      return tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
+    return jnp.zeros((config.layers, *shape), dtype)
+
+  return Cache(empty(keys), empty(values), jnp.zeros(batch, jnp.int32))
 
 
 def forward_cached(
@@ -296,17 +352,24 @@ def hidden_cached(
   def attend(layer_cache, q, k, v):
     return _attend_cached(config, q, k, v, *layer_cache, positions, cache.lengths), (k, v)
 
-  layer_caches = (cache.keys, cache.values)
-  hidden, (k, v) = _layers(params, config, tokens, rotation, attend, layer_caches)
+  hidden, (k, v) = _layers(params, config, tokens, rotation, attend, (cache.keys, cache.values))
   lengths = cache.lengths + (t if counts is None else counts)
   # Tokens that are not real go out of range, where a scatter drops them.
-  slots = jnp.where(positions < lengths[:, None], positions, cache.keys.shape[2])
+  slots = jnp.where(positions < lengths[:, None], positions, cache.capacity)
   rows = jnp.arange(tokens.shape[0])[:, None]
 
-  def write(old, new):
-    return old.at[:, rows, slots].set(new.astype(old.dtype), mode="drop")
+  def write_key(old, new):  # [b, k, h, s] <- [b, t, k, h]
+    return old.at[rows, :, :, slots].set(new.astype(old.dtype), mode="drop")
 
-  return hidden, Cache(write(cache.keys, k), write(cache.values, v), lengths)
+  def write_value(old, new):  # [b, k, s, h] <- [b, t, k, h]
+    return old.at[rows, :, slots].set(new.astype(old.dtype), mode="drop")
+
+  if isinstance(params["layers"], tuple):
+    return hidden, Cache(
+      tuple(map(write_key, cache.keys, k)), tuple(map(write_value, cache.values, v)), lengths
+    )
+  keys, values = jax.vmap(write_key)(cache.keys, k), jax.vmap(write_value)(cache.values, v)
+  return hidden, Cache(keys, values, lengths)
 
 
 def rollback(cache: Cache, lengths: Int[Array, " b"]) -> Cache:
@@ -325,17 +388,20 @@ def _layers(
   """All layers and the last norm; `attend` maps a layer's inputs, q, k, v to output and record."""
   c = config
 
-  def heads(x, w, name, count):
-    y = _project(x, w[name])
-    if c.qkv_bias:
-      y = y + w[f"{name}_bias"]
-    return y.reshape(*y.shape[:2], count, c.head_dim)
+  def several(x, w, fused, widths):
+    """Projections of the same input, stored together or apart."""
+    names = (fused,) if fused in w else _PARTS[fused]
+    out = [_project(x, w[n]) + w.get(f"{n}_bias", 0) for n in names]
+    return out if len(out) > 1 else jnp.split(out[0], np.cumsum(widths)[:-1], -1)
 
   def layer(x, inputs):
     w, layer_input = inputs
     y = _rms_norm(x, w["attention_norm"], c.rms_eps)
-    q, k = heads(y, w, "query", c.heads), heads(y, w, "key", c.kv_heads)
-    v = heads(y, w, "value", c.kv_heads)
+    counts = (c.heads, c.kv_heads, c.kv_heads)
+    qkv = several(y, w, "qkv", [n * c.head_dim for n in counts])
+    q, k, v = (
+      part.reshape(*y.shape[:2], n, c.head_dim) for part, n in zip(qkv, counts, strict=True)
+    )
     if c.qk_norm:
       q = _rms_norm(q, w["query_norm"], c.rms_eps)
       k = _rms_norm(k, w["key_norm"], c.rms_eps)
@@ -343,11 +409,20 @@ def _layers(
     attended, record = attend(layer_input, q, k, v)
     x = x + _project(attended.reshape(*x.shape[:2], -1), w["output"])
     y = _rms_norm(x, w["ffn_norm"], c.rms_eps)
-    x = x + _project(jax.nn.silu(_project(y, w["gate"])) * _project(y, w["up"]), w["down"])
+    gate, up = several(y, w, "gate_up", (c.ffn_size, c.ffn_size))
+    x = x + _project(jax.nn.silu(gate) * up, w["down"])
     return constrain(x, "data", None, None), record
 
   x = constrain(params["embedding"][tokens], "data", None, None)
-  x, records = jax.lax.scan(_REMAT[c.remat](layer), x, (params["layers"], layer_inputs))
+  if isinstance(params["layers"], tuple):
+    records = []
+    for i, w in enumerate(params["layers"]):
+      inputs = None if layer_inputs is None else tuple(part[i] for part in layer_inputs)
+      x, record = layer(x, (w, inputs))
+      records.append(record)
+    records = None if layer_inputs is None else tuple(zip(*records, strict=True))
+  else:
+    x, records = jax.lax.scan(_REMAT[c.remat](layer), x, (params["layers"], layer_inputs))
   return _rms_norm(x, params["final_norm"], c.rms_eps), records
 
 
@@ -417,28 +492,45 @@ def _attend_cached(
   q: Float[Array, "b t n h"],
   k: Float[Array, "b t k h"],
   v: Float[Array, "b t k h"],
-  old_k: Float[Array, "b s k h"],
-  old_v: Float[Array, "b s k h"],
+  old_k: Float[Array, "b k h s"],
+  old_v: Float[Array, "b k s h"],
   positions: Int[Array, "b t"],
   lengths: Int[Array, " b"],
 ) -> Float[Array, "b t n h"]:
   """Attention of new tokens to the cache and to themselves, under one softmax."""
-  slots = jnp.arange(old_k.shape[1], dtype=jnp.int32)
-  held = slots[None, None] < lengths[:, None, None]
-  old_visible = held & _visible(config, positions, jnp.broadcast_to(slots, held[:, 0].shape))
+  b, t, n, h = q.shape
+  groups = n // config.kv_heads
+  # The g*t queries that share a key-value head become the rows of one matrix.
+  grouped = jnp.moveaxis(q.reshape(b, t, config.kv_heads, groups, h), 1, 3)
+  grouped = grouped.reshape(b, config.kv_heads, groups * t, h)
+  k, v = jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)
+  slots = jnp.broadcast_to(jnp.arange(old_v.shape[2], dtype=jnp.int32), (b, old_v.shape[2]))
+  held = slots[:, None] < lengths[:, None, None]
+  old_visible = held & _visible(config, positions, slots)
   new_visible = _visible(config, positions, positions)
   scores = [
-    jnp.where(visible[:, None, None], _scores(q, keys), -jnp.inf)
+    jnp.where(jnp.tile(visible, (1, groups, 1))[:, None], _product(grouped, keys), -jnp.inf)
     for keys, visible in ((old_k.astype(k.dtype), old_visible), (k, new_visible))
   ]
-  top = jnp.maximum(scores[0].max(-1), scores[1].max(-1))[..., None]
-  old, new = (jnp.exp(s - top) for s in scores)
-  total = old.sum(-1) + new.sum(-1)
+  top = jnp.maximum(*(s.max(-1, keepdims=True) for s in scores))
+  weights = [jnp.exp((s - top) / math.sqrt(h)) for s in scores]
+  total = sum(w.sum(-1, keepdims=True) for w in weights)
   out = sum(
-    jnp.einsum("bkgts,bskh->btkgh", w.astype(v.dtype), values).astype(jnp.float32)
-    for w, values in ((old, old_v.astype(v.dtype)), (new, v))
+    _product(w.astype(v.dtype), values)
+    for w, values in zip(weights, (old_v.astype(v.dtype), v), strict=True)
   )
-  return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype).reshape(q.shape)
+  out = (out / total).astype(q.dtype).reshape(b, config.kv_heads, groups, t, h)
+  return jnp.moveaxis(out, 3, 1).reshape(q.shape)
+
+
+def _product(a: Float[Array, "b k m i"], c: Float[Array, "b k i n"]) -> Float[Array, "b k m n"]:
+  """Products of matrices, accumulated in float32."""
+  if 1 in c.shape[2:]:  # a library call for each row and head would cost more than the product
+    wide_a, wide_c = a.astype(jnp.float32), c.astype(jnp.float32)
+    if c.shape[2] == 1:
+      return wide_a * wide_c
+    return jnp.sum(wide_a * jnp.moveaxis(wide_c, 2, 3), -1, keepdims=True)
+  return jnp.matmul(a, c, preferred_element_type=jnp.float32)
 
 
 def _visible(
