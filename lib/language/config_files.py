@@ -290,7 +290,7 @@ def from_gguf(
     raise ValueError(f"{source} is a mixture of experts; allowed: dense models")
   if (scaling := read.table.get("rope.scaling.type", "none")) != "none":
     raise ValueError(f"{source}: rope.scaling.type is {_shown(scaling)}; allowed: none")
-  theta = read.number("rope.freq_base", 10000.0)
+  theta = _decimal(read.number("rope.freq_base", 10000.0))
   embedding = shapes.get("token_embd.weight", ())
   if len(embedding) != 2:
     raise ValueError(f"{source}: token_embd.weight has shape {list(embedding)}, not two axes")
@@ -303,13 +303,18 @@ def from_gguf(
     head_dim=head_dim,
     ffn_size=read.integer("feed_forward_length"),
     rope_theta=theta,
-    rms_eps=read.number("attention.layer_norm_rms_epsilon"),
+    rms_eps=_decimal(read.number("attention.layer_norm_rms_epsilon")),
     tied="output.weight" not in shapes,
     qkv_bias=kind == "qwen2",
     qk_norm=kind == "qwen3",
     rope_scaling=_scaling_of(rope_divisors, theta, head_dim, source),
     context=read.integer("context_length", 2048),
   )
+
+
+def _decimal(value: float) -> float:
+  """The number that was meant by one of 32 bits: 1e-5 for 9.999999747378752e-06."""
+  return float(str(np.float32(value)))
 
 
 def _scaling_of(

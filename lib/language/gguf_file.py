@@ -146,13 +146,32 @@ class _Header:
     kind = self.number("I", f"the type of {what}")
     count = self.number("Q", f"the length of {what}")
     if kind == _STRING:
-      self.room(count, 8, what)
-      return [self.text(f"item {i} of {what}") for i in range(count)]
+      return self.strings(count, what)
     if kind not in _SCALARS:
       raise self.error(f"{what} has items of type {kind}; numbers and strings are read")
     dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
     self.room(count, dtype.itemsize, what)
     return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
+
+  def strings(self, count: int, what: str) -> list[str]:
+    """Many strings, such as the tokens of a vocabulary, in one loop."""
+    self.room(count, 8, what)
+    data, at, end = self.data, self.position, len(self.data)
+    length_at = struct.Struct("<Q").unpack_from
+    found = []
+    for i in range(count):
+      stop = at + 8
+      if stop <= end:
+        stop += length_at(data, at)[0]
+      if stop > end:
+        raise self.error(f"item {i} of {what} ends at byte {stop}, and the file at {end}")
+      try:
+        found.append(str(data[at + 8 : stop], "utf-8"))
+      except UnicodeDecodeError:
+        raise self.error(f"item {i} of {what} is not UTF-8") from None
+      at = stop
+    self.position = at
+    return found
 
   def room(self, count: int, size: int, what: str) -> None:
     """A count must fit into what is left of the file before anything loops over it."""

@@ -128,15 +128,16 @@ def read_json(path: pathlib.Path, longest: int = _LONGEST_HEADER) -> dict[str, A
   return _json_object(path.read_bytes(), str(path))
 
 
-def _json_object(text: bytes, what: str) -> dict[str, Any]:
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-      raise ValueError("a name is there twice")
-    return table
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  table = dict(pairs)
+  if len(table) < len(pairs):
+    raise ValueError("a name is there twice")
+  return table
 
+
+def _json_object(text: bytes, what: str) -> dict[str, Any]:
   try:
-    value = json.loads(text, object_pairs_hook=unique)
+    value = json.loads(text, object_pairs_hook=_unique)
   except RecursionError:
     raise ValueError(f"{what} is nested too deeply; get it again") from None
   except ValueError as error:
@@ -179,15 +180,17 @@ def _parse(path: pathlib.Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
   return metadata, tensors
 
 
+def _are_sizes(value: Any, most: int) -> bool:
+  """Whether a JSON value is a list of up to `most` whole numbers that fit into 63 bits."""
+  return (
+    isinstance(value, list)
+    and len(value) <= most
+    and all(type(x) is int and 0 <= x < 2**63 for x in value)
+  )
+
+
 def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
   """Type, shape and byte range of a tensor as the header has it."""
-
-  def numbers(value: Any, most: int) -> bool:
-    return (
-      isinstance(value, list)
-      and len(value) <= most
-      and all(type(x) is int and 0 <= x < 2**63 for x in value)
-    )
 
   shown = f"{path}: tensor {name[:80]!r}"
   if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -195,7 +198,7 @@ def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[str, tuple[int, .
   dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
   if not isinstance(dtype, str) or dtype not in _SIZES:
     raise ValueError(f"{shown} has type {str(dtype)[:80]!r}; allowed: {', '.join(_SIZES)}")
-  if not numbers(shape, _MOST_DIMENSIONS) or not numbers(offsets, 2) or len(offsets) != 2:
+  if not _are_sizes(shape, _MOST_DIMENSIONS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
     raise ValueError(
       f"{shown} has shape {str(shape)[:80]} and data_offsets {str(offsets)[:80]}; get it again"
     )
