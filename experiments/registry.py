@@ -1,4 +1,4 @@
-"""The experiments that foliax knows by name, imported only when asked for."""
+"""The experiments and training jobs that foliax knows by name, imported only when asked for."""
 
 import difflib
 import importlib
@@ -12,6 +12,11 @@ class UserError(ValueError):
 
 EXPERIMENTS: dict[str, str] = {
   "cgp": "foliax.experiments.cgp",
+  "language": "foliax.experiments.language",
+}
+# Training jobs make a model, and have no claims to decide.
+JOBS: dict[str, str] = {
+  "decoder": "foliax.experiments.decoder",
 }
 SCALES = ("smoke", "laptop", "pod")
 
@@ -27,19 +32,39 @@ def load(method: str) -> types.ModuleType:
   Raises:
     UserError: there is no such experiment.
   """
-  if method in EXPERIMENTS:
-    return importlib.import_module(EXPERIMENTS[method])
-  if "." not in method:
-    raise UserError(f"unknown method {method!r}; {nearest(method, EXPERIMENTS)}")
+  return _load(method, EXPERIMENTS, "method", "experiment", ("get_config", "run", "claims", "figures"))
+
+
+def load_job(job: str) -> types.ModuleType:
+  """Imports a training job.
+
+  Args:
+    job: a name in `JOBS`, or the dotted path of any importable module with `get_config` and
+      `train`.
+  Returns:
+    The module.
+  Raises:
+    UserError: there is no such job.
+  """
+  return _load(job, JOBS, "job", "training job", ("TITLE", "get_config", "train"))
+
+
+def _load(
+  name: str, known: dict[str, str], noun: str, kind: str, functions: tuple[str, ...]
+) -> types.ModuleType:
+  if name in known:
+    return importlib.import_module(known[name])
+  if "." not in name:
+    raise UserError(f"unknown {noun} {name!r}; {nearest(name, known)}")
   try:
-    module = importlib.import_module(method)
+    module = importlib.import_module(name)
   except ModuleNotFoundError as error:
-    if error.name and (method == error.name or method.startswith(error.name + ".")):
-      raise UserError(f"no module named {method!r}; is it on PYTHONPATH?") from None
+    if error.name and (name == error.name or name.startswith(error.name + ".")):
+      raise UserError(f"no module named {name!r}; is it on PYTHONPATH?") from None
     raise
-  missing = [f for f in ("get_config", "run", "claims", "figures") if not hasattr(module, f)]
+  missing = [f for f in functions if not hasattr(module, f)]
   if missing:
-    raise UserError(f"module {method!r} is no experiment: it lacks {', '.join(missing)}")
+    raise UserError(f"module {name!r} is no {kind}: it lacks {', '.join(missing)}")
   return module
 
 
