@@ -43,7 +43,7 @@ class _Table:
   def number(self, name: str, default: float | None = None) -> float:
     value = self.table.get(name, default)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < 1e30:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
       raise ValueError(f"{self.source}: {name} is {_shown(value)}; it must be a positive number")
     return float(value)
 

@@ -66,7 +66,9 @@ class Config:
 def shapes(config: Config, dtype: Any = jnp.float32) -> Params:
   """The params pytree as `jax.ShapeDtypeStruct`s."""
   d, f = config.hidden_size, config.ffn_size
-  outputs = {"query": (d, d), "key": (d, d), "value": (d, d), "output": (d, d)}
+  outputs: dict[str, tuple[int, ...]] = {
+    name: (d, d) for name in ("query", "key", "value", "output")
+  }
   outputs |= {"attention_norm": (d,), "up": (d, f), "down": (f, d), "ffn_norm": (d,)}
   layers = outputs | {f"{name}_bias": shape[-1:] for name, shape in outputs.items()}
   tree = {

@@ -199,8 +199,8 @@ def _intact(path: pathlib.Path, file: File) -> bool:
     return hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256
 
 
-def _place(path: pathlib.Path, file: File, stream: IO[bytes]) -> None:
-  """Copies a stream to its place in the cache if it holds what it should."""
+def _place(path: pathlib.Path, file: File, stream: Any) -> None:
+  """Copies a binary stream to its place in the cache if it holds what it should."""
   digest, size = hashlib.sha256(), 0
   with replacing(path) as copy:
     # One byte more than expected is enough to see that a stream is longer, however long it is.
@@ -231,7 +231,7 @@ def _from_installed(model: Pretrained, folder: pathlib.Path, files: dict[str, Fi
   except importlib.metadata.PackageNotFoundError:
     raise _Unavailable("not installed") from None
   for name, file in files.items():
-    path = pathlib.Path(os.fspath(package.locate_file(file.packaged)))
+    path = pathlib.Path(str(package.locate_file(file.packaged)))
     if not path.is_file():
       raise _Unavailable(f"{package.version} has no {file.packaged}")
     with open(path, "rb") as stream:

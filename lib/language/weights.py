@@ -305,15 +305,19 @@ def _assemble(
       )
   params: Params = {}
   for path, leaf in leaves.items():
-    values = np.empty((len(leaf.names), *leaf.shape), dtype)
-    for i, name in enumerate(leaf.names):
-      tensor = read(path, name)
-      values[i] = tensor.T if leaf.transposed else tensor
+    tensors = (read(path, name) for name in leaf.names)
+    if leaf.stacked:
+      values = np.empty((len(leaf.names), *leaf.shape), dtype)
+      for i, tensor in enumerate(tensors):
+        values[i] = tensor.T if leaf.transposed else tensor
+    else:
+      values = next(tensors)
     *parents, last = path.split("/")
     node = params
     for parent in parents:
       node = node.setdefault(parent, {})
-    node[last] = jnp.asarray(values if leaf.stacked else values[0])
+    # A copy: what comes out of a file is its mapped pages, which are slower, and may be cut off.
+    node[last] = jnp.array(values, dtype)
   return params
 
 
