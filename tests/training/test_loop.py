@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -286,6 +287,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
   other = step.init({"w": jnp.zeros(4)}, OPTIMIZER, jax.random.key(0))
   with pytest.raises(ValueError, match=r"float32\[3\] for params/w, .*use another folder"):
     fit(state=other, folder=tmp_path)
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
+  page = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
+  blocks = re.findall(
+    r"```python\n(.*?)```", page.read_text("utf-8").split("## Many devices")[0], re.S
+  )
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  for block in blocks:
+    exec(compile(block, "<page>", "exec"), names)
+    if "runs/line/" in block and "Checkpoints" not in block:
+      np.testing.assert_allclose(names["fitted"].state.params["w"], [1, -2, 0.5], atol=0.05)
+  assert len(blocks) == 5
+  assert capsys.readouterr().out.startswith("400 steps")
 
 
 # A process that is killed.
