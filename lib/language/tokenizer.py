@@ -288,6 +288,20 @@ def _byte_characters() -> list[str]:
   return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
 
 
+def load(path: str | os.PathLike) -> Tokenizer:
+  """The tokenizer that belongs to the weights at `path`: what `weights.load` takes.
+
+  Args:
+    path: a `.gguf` file, or a model's directory.
+  Returns:
+    The tokenizer.
+  Raises:
+    ValueError: a file is malformed, or describes a tokenizer of another kind.
+    FileNotFoundError: there is no such file, or the directory holds no `tokenizer.json`.
+  """
+  return from_directory(path) if pathlib.Path(path).is_dir() else from_gguf(path)
+
+
 def from_gguf(path: str | os.PathLike) -> Tokenizer:
   """The tokenizer of a GGUF file.
 
