@@ -158,7 +158,7 @@ class Feed:
       start = self.source.next
       self.source.next += count
       return count, np.arange(start, start + count, dtype=np.uint32)
-    taken = []
+    taken: list[Any] = []
     while len(taken) < count:
       try:
         taken.append(next(self.source))

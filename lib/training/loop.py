@@ -155,8 +155,8 @@ def fit(
 def _check(o: dict[str, Any]) -> None:
   """Refuses arguments that do not fit together."""
   counts = ("steps_per_call", "keep", "max_skipped", "log_every", "steps")
-  counts += ("checkpoint_every", "evaluate_every", "patience")
-  for name in counts:
+  optional = ("checkpoint_every", "evaluate_every", "patience")
+  for name in (*counts, *optional):
     if o[name] is not None and o[name] < 1:
       raise ValueError(f"{name} is {o[name]}; it must be at least 1")
   if (o["evaluate"] is None) != (o["evaluate_every"] is None):
@@ -189,7 +189,7 @@ class _Run:
     self.pending: tuple[int, dict[str, Any]] | None = None  # first step and metrics of a call
     self.asked: Any = None
     self.sigterm = False
-    self.checkpoints = None
+    self.checkpoints: Any = None
     if o["folder"] is not None:
       self.checkpoints = checkpoint.Checkpoints(o["folder"], o["keep"], say)
     self.saved: _Record | None = None
