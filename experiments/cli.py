@@ -5,7 +5,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from foliax.experiments import registry
@@ -31,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   config_flags, rest = _split_config_flags(argv)
   arguments = _parser().parse_args(rest)
-  if config_flags and arguments.command != "run":
-    return _refuse(f"{config_flags[0]} belongs to foliax run; {arguments.command} takes none")
+  if config_flags and arguments.command not in ("run", "train"):
+    return _refuse(
+      f"{config_flags[0]} belongs to foliax run and train; {arguments.command} takes none"
+    )
   arguments.config_flags = config_flags
   # A scheduler that takes the machine away sends SIGTERM: stop as for Ctrl-C, to resume later.
   before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -69,10 +71,16 @@ def _parser() -> argparse.ArgumentParser:
   def command(name: str, summary: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
-  command("list", "Lists the experiments.")
+  command("list", "Lists the experiments and training jobs.")
   run = command("run", "Runs one experiment; --config.FIELD=VALUE overrides its configuration.")
   run.add_argument("target", metavar="METHOD:SCALE", help="e.g. cgp:laptop")
   run.add_argument("--workdir", type=pathlib.Path, help="default: runs/METHOD-SCALE")
+  train = command("train", "Trains a model, on the devices of one process or of many.")
+  train.add_argument("target", metavar="JOB:SCALE", help="e.g. decoder:laptop")
+  train.add_argument("--workdir", type=pathlib.Path, help="default: runs/JOB-SCALE")
+  train.add_argument(
+    "--distributed", action="store_true", help="join the processes of Slurm, GKE or a TPU slice"
+  )
   several = command("reproduce", "Runs several experiments and shows all their verdicts.")
   several.add_argument("methods", nargs="+", metavar="METHOD")
   several.add_argument("--scale", default="laptop", help="smoke, laptop (default) or pod")
@@ -82,16 +90,9 @@ def _parser() -> argparse.ArgumentParser:
   board.add_argument("--add", type=pathlib.Path, metavar="RUNDIR", help="first copy its results")
   board.add_argument("--html", type=pathlib.Path, metavar="PATH", help="write the page as well")
   board.add_argument("--root", type=pathlib.Path, default=".", help="folder of README and results")
-  compiling = command("preflight", "Compiles kernels and pod-scale experiments for TPU and GPU.")
+  compiling = command("preflight", "Compiles kernels and what runs on pods for TPU and GPU.")
   compiling.add_argument("names", nargs="*", metavar="NAME", help="default: everything")
   compiling.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the reports")
-  chatting = command("chat", "Talks with a language model in the terminal.")
-  chatting.add_argument("model", help="smollm2, a .gguf file, or a directory with safetensors")
-  chatting.add_argument("--system", metavar="TEXT", help="instructions to the model")
-  chatting.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-  chatting.add_argument("--seed", type=int, default=0, help="default: 0")
-  chatting.add_argument("--max-tokens", type=int, default=512, help="of an answer; default: 512")
-  chatting.add_argument("--once", metavar="QUESTION", help="answer this question and end")
   fetching = command("fetch", "Checks that real inputs load, and says where they come from.")
   fetching.add_argument("names", nargs="*", metavar="NAME", help="default: all")
   return parser
@@ -154,14 +155,19 @@ def _list(arguments: argparse.Namespace) -> int:
   for name in registry.EXPERIMENTS:
     experiment = registry.load(name)
     print(f"{name:<16}{experiment.TITLE}  (arXiv {experiment.PAPER})")
-  print(f"\nscales: {', '.join(registry.SCALES)}; run one with: foliax run METHOD:SCALE")
+  print(f"\nscales: {', '.join(registry.SCALES)}; run one with: foliax run METHOD:SCALE\n")
+  for name in registry.JOBS:
+    print(f"{name:<16}{registry.load_job(name).TITLE}")
+  print("\ntraining jobs; run one with: foliax train JOB:SCALE")
   return 0
 
 
-def _configured(method: str, scale: str, config_flags: list[str]) -> Any:
-  experiment = registry.load(method)
+def _configured(
+  method: str, scale: str, config_flags: list[str], load: Callable[[str], Any] = registry.load
+) -> Any:
+  module = load(method)
   try:
-    config = experiment.get_config(scale)
+    config = module.get_config(scale)
   except ValueError as error:
     raise UserError(f"{method} has no scale {scale}: {error}") from None
   return overridden(config, config_flags)
@@ -205,6 +211,28 @@ def _run(arguments: argparse.Namespace) -> int:
     return outcome
   verdicts.show([outcome])
   print(f"report: {workdir / 'report.html'}")
+  return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+  job, scale = registry.split(arguments.target)
+  config = _configured(job, scale, arguments.config_flags, registry.load_job)
+  workdir = arguments.workdir or _workdir(pathlib.Path("runs"), job, scale)
+  from foliax.experiments import jobs
+  from foliax.training import sharding
+
+  try:
+    if arguments.distributed:
+      sharding.initialise_distributed()
+    document = jobs.train(job, scale, config, workdir)
+  except UserError:
+    raise
+  except Exception as error:
+    kind = type(error).__name__
+    print(f"foliax: {job}:{scale} stopped: {kind}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+  for name, value in document["results"].items():
+    print(f"{name:<24}{value}")
   return 0
 
 
@@ -261,8 +289,14 @@ def _preflight(arguments: argparse.Namespace) -> int:
   found = list(preflight.cases(arguments.names))
   if not found:
     raise UserError("nothing to compile: what you named has no compile cases")
-  reports = preflight.check(found)
+  left_out = [] if arguments.names else [owner for owner, case in found if case.takes_minutes]
+  reports = preflight.check([pair for pair in found if not left_out or not pair[1].takes_minutes])
   preflight.show(reports)
+  for owner in dict.fromkeys(left_out):
+    print(
+      f"left out: {left_out.count(owner)} cases of {owner}, which take minutes; compile them with: "
+      f"foliax preflight {owner.partition(':')[0]}"
+    )
   if arguments.json:
     storage.write_atomically(arguments.json, storage.to_json(reports) + "\n")
     print(f"wrote {arguments.json}")
@@ -276,27 +310,14 @@ def _fetch(arguments: argparse.Namespace) -> int:
   return 0
 
 
-def _chat(arguments: argparse.Namespace) -> int:
-  from foliax.experiments import chat
-
-  return chat.run(
-    arguments.model,
-    arguments.once,
-    system=arguments.system,
-    temperature=arguments.temperature,
-    seed=arguments.seed,
-    max_tokens=arguments.max_tokens,
-  )
-
-
 _COMMANDS = {
   "list": _list,
   "run": _run,
+  "train": _train,
   "reproduce": _reproduce,
   "scoreboard": _scoreboard,
   "preflight": _preflight,
   "fetch": _fetch,
-  "chat": _chat,
 }
 
 if __name__ == "__main__":

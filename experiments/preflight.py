@@ -1,4 +1,4 @@
-"""Compiles every kernel, and every experiment at pod scale, for accelerators nobody has to own."""
+"""Compiles every kernel, and what runs at pod scale, for accelerators nobody has to own."""
 
 import importlib
 import pkgutil
@@ -18,9 +18,9 @@ def cases(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
   """What to compile, as pairs of owner and `CompileCase`.
 
   Args:
-    names: kernels and experiments, by name; all of them when empty.
+    names: kernels, experiments and training jobs, by name; all of them when empty.
   Raises:
-    UserError: a name is neither.
+    UserError: a name is none of these.
   """
   import foliax.kernels_pallas
 
@@ -30,17 +30,20 @@ def cases(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     module = importlib.import_module(f"foliax.kernels_pallas.{name}")
     if hasattr(module, "compile_cases"):
       kernels[name] = module.compile_cases
-  known = [*kernels, *registry.EXPERIMENTS]
+  known = [*kernels, *registry.EXPERIMENTS, *registry.JOBS]
   for name in names or known:
     if name in kernels:
       yield from ((name, case) for case in kernels[name]())
-    elif name in registry.EXPERIMENTS or "." in name:
-      experiment = registry.load(name)
-      if hasattr(experiment, "preflight"):
-        config = experiment.get_config(_SCALE)
-        yield from ((f"{name}:{_SCALE}", case) for case in experiment.preflight(config))
+    elif name in known or "." in name:
+      load = registry.load_job if name in registry.JOBS else registry.load
+      module = load(name)
+      if hasattr(module, "preflight"):
+        config = module.get_config(_SCALE)
+        yield from ((f"{name}:{_SCALE}", case) for case in module.preflight(config))
     else:
-      raise UserError(f"unknown kernel or experiment {name!r}; {registry.nearest(name, known)}")
+      raise UserError(
+        f"unknown kernel, experiment or job {name!r}; {registry.nearest(name, known)}"
+      )
 
 
 def check(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:

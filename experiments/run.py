@@ -43,9 +43,9 @@ def run(
     UserError: another process is at work there, or the directory belongs to another configuration.
   """
   experiment = registry.load(method)
-  with _lock(workdir):
+  with lock(workdir):
     asked = {"method": method, "scale": scale, "config": storage.round_trip(config.to_dict())}
-    _check_config(workdir, asked)
+    check_config(workdir, asked)
     document = finished(workdir)
     if document is not None:
       return document, True
@@ -141,7 +141,12 @@ def _commit() -> str | None:
 
 
 @contextlib.contextmanager
-def _lock(workdir: pathlib.Path) -> Iterator[None]:
+def lock(workdir: pathlib.Path) -> Iterator[None]:
+  """Keeps a work directory, made if need be, for this process.
+
+  Raises:
+    UserError: another process has it, or it cannot be written to.
+  """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     file = (workdir / "lock").open("a+", encoding="utf-8")  # held open while the run lasts
@@ -162,7 +167,16 @@ def _lock(workdir: pathlib.Path) -> Iterator[None]:
     yield
 
 
-def _check_config(workdir: pathlib.Path, asked: dict[str, Any]) -> None:
+def check_config(workdir: pathlib.Path, asked: dict[str, Any], write: bool = True) -> None:
+  """Sees that what was begun in a work directory was begun with this configuration.
+
+  Args:
+    workdir: the directory.
+    asked: the configuration, JSON-able.
+    write: note it there.
+  Raises:
+    UserError: it was begun with another one, or nobody knows with which.
+  """
   path = workdir / "config.json"
   begun = any((workdir / name).exists() for name in ("stages", "checkpoints", "results.json"))
   if begun:
@@ -179,7 +193,8 @@ def _check_config(workdir: pathlib.Path, asked: dict[str, Any]) -> None:
         f"{workdir} holds a run with another configuration ({'; '.join(differences)}); "
         "choose another --workdir"
       )
-  storage.write_atomically(path, storage.to_json(asked) + "\n")
+  if write:
+    storage.write_atomically(path, storage.to_json(asked) + "\n")
 
 
 def _differences(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:

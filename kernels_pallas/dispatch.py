@@ -29,6 +29,7 @@ class CompileCase(NamedTuple):
     arguments: its positional arguments, pytrees of `jax.ShapeDtypeStruct`.
     targets: names of compile targets, e.g. `("v5e-1", "v6e-1", "h200")`.
     limits: upper bounds on figures of the compile report, e.g. `{"temp_bytes": 1 << 20}`.
+    takes_minutes: compiled only when its owner is asked for by name.
   """
 
   name: str
@@ -36,6 +37,7 @@ class CompileCase(NamedTuple):
   arguments: tuple
   targets: tuple[str, ...]
   limits: dict[str, int] | None = None
+  takes_minutes: bool = False
 
 
 def dispatch(

@@ -153,7 +153,7 @@ def test_overrides_keep_the_type_of_the_field(flags, field, value):
     ("reproduce cgp --scale=small", "unknown scale 'small'"),
     ("scoreboard --add=nowhere", "holds no finished run"),
     ("scoreboard", "there is no README.md"),
-    ("preflight envelop", "unknown kernel or experiment 'envelop'"),
+    ("preflight envelop", "unknown kernel, experiment or job 'envelop'"),
     ("fetch digit", "unknown input 'digit'; did you mean digits?"),
   ],
 )
