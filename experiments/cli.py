@@ -93,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
   compiling = command("preflight", "Compiles kernels and what runs on pods for TPU and GPU.")
   compiling.add_argument("names", nargs="*", metavar="NAME", help="default: everything")
   compiling.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write the reports")
+  chatting = command("chat", "Talks with a language model in the terminal.")
+  chatting.add_argument("model", help="smollm2, a .gguf file, or a directory with safetensors")
+  chatting.add_argument("--system", metavar="TEXT", help="instructions to the model")
+  chatting.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+  chatting.add_argument("--seed", type=int, default=0, help="default: 0")
+  chatting.add_argument("--max-tokens", type=int, default=512, help="of an answer; default: 512")
+  chatting.add_argument("--once", metavar="QUESTION", help="answer this question and end")
   fetching = command("fetch", "Checks that real inputs load, and says where they come from.")
   fetching.add_argument("names", nargs="*", metavar="NAME", help="default: all")
   return parser
@@ -310,6 +317,19 @@ def _fetch(arguments: argparse.Namespace) -> int:
   return 0
 
 
+def _chat(arguments: argparse.Namespace) -> int:
+  from foliax.experiments import chat
+
+  return chat.run(
+    arguments.model,
+    arguments.once,
+    system=arguments.system,
+    temperature=arguments.temperature,
+    seed=arguments.seed,
+    max_tokens=arguments.max_tokens,
+  )
+
+
 _COMMANDS = {
   "list": _list,
   "run": _run,
@@ -318,6 +338,7 @@ _COMMANDS = {
   "scoreboard": _scoreboard,
   "preflight": _preflight,
   "fetch": _fetch,
+  "chat": _chat,
 }
 
 if __name__ == "__main__":
