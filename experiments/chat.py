@@ -6,6 +6,7 @@ but lines of text.
 
 import contextlib
 import importlib
+import io
 import pathlib
 import signal
 import sys
@@ -185,7 +186,7 @@ def run(model: str, once: str | None = None, **options: Any) -> int:
   """
   for stream in (sys.stdout, sys.stderr):
     # A terminal that cannot show a character shows a question mark.
-    with contextlib.suppress(AttributeError, ValueError):
+    if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors="replace")
   before = signal.signal(signal.SIGTERM, _leave)  # Ctrl-C ends an answer, this the program
   try:

@@ -22,10 +22,10 @@ from foliax.extras import require
 def _compiled(source: str) -> Any:
   """The template as transformers would compile it: same whitespace rules, functions and tags."""
   sandbox = require("jinja2.sandbox", "language")
-  extension = require("jinja2.ext", "language")
+  extension: Any = require("jinja2.ext", "language").Extension
   exceptions = require("jinja2.exceptions", "language")
 
-  class Generation(extension.Extension):
+  class Generation(extension):
     """`{% generation %}` marks text of the assistant for training; it changes nothing here."""
 
     tags = frozenset({"generation"})

@@ -197,7 +197,11 @@ class Endpoint:
     if isinstance(stop, str) or not all(stop):
       raise ValueError(f"stop is {stop!r}; use a list of texts that are not empty")
     seeds = _seeds(len(prompts), n, keys, seed)
-    fields = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    fields: dict[str, Any] = {
+      "max_tokens": max_new_tokens,
+      "temperature": temperature,
+      "top_p": top_p,
+    }
     fields |= {name: value for name, value in (("top_k", top_k), ("min_p", min_p)) if value}
     if stop:
       fields["stop"] = list(stop)
@@ -215,7 +219,8 @@ class Endpoint:
     stopping = threading.Event()
     if len(jobs) < 2:
       return [self._complete(stopping, *job) for job in jobs]
-    waiting, done = iter(enumerate(jobs)), queue.SimpleQueue()
+    waiting = iter(enumerate(jobs))
+    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def work() -> None:
       while not stopping.is_set():
@@ -243,7 +248,7 @@ class Endpoint:
     return [completions[place] for place in range(len(jobs))]
 
   def _request(
-    self, prompt: Prompt, fields: dict[str, Any], seed: int | None, log_probs: bool
+    self, prompt: Any, fields: dict[str, Any], seed: int | None, log_probs: bool
   ) -> tuple[str, dict[str, Any]]:
     """Path and body of the request for a prompt."""
     if isinstance(prompt, str) or all(isinstance(token, int) for token in prompt):
