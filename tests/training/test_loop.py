@@ -197,15 +197,16 @@ def test_steps_in_a_row_are_counted_over_a_resumption(tmp_path):
 
 
 def test_an_update_that_does_not_guard_itself_is_guarded():
-  def update(state, batch):
-    hurt = jnp.where(state["t"] % 4 == 2, jnp.nan, 1.0)
-    return {"params": state["params"] - hurt * batch["x"], "t": state["t"] + 1}, {}
-
-  free = lambda state, batch: (update(state, batch)[0], {"loss": state["t"] * 1.0})
-  state = {"params": jnp.zeros(3), "t": jnp.int32(0)}
-  with pytest.raises(loop.NonFiniteError, match="at step 5 params is not finite"):
-    fit(state=state, update=free, max_skipped=3)
-  assert np.isnan(fit(state=state, update=update, watch=lambda *_: ()).state["params"]).all()
+  add = lambda state, batch: ({"params": state["params"] + batch}, {})
+  run = lambda batches, **options: fit(
+    len(batches), {"params": jnp.zeros(2)}, iter(np.float32(batches)), add, **options
+  )
+  fitted = run([1, 2, np.nan, 4, np.inf, 6])
+  assert fitted.state["params"].tolist() == [13, 13]
+  assert fitted.skipped == 2
+  with pytest.raises(loop.NonFiniteError, match="at step 3 params is not finite, and 2 steps"):
+    run([1, np.inf, np.nan, 4], max_skipped=2)
+  assert np.isnan(run([np.nan, 2], watch=lambda *_: ()).state["params"]).all()
 
 
 def test_metrics_go_to_the_log_and_to_tensorboard(tmp_path):
