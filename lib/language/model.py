@@ -469,8 +469,13 @@ def _attend_block(
     visible = _visible(config, q_order, order) & (q_segments[:, :, None] == segment_ids[:, None])
     scores = _scores(q, k)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+    # As `_attend_cached` rounds: weights are normalised after the product.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum(
+      "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    out = out / jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]
+    return out.astype(q.dtype).reshape(q.shape)
 
   b, t = order.shape
   if t <= _QUERY_BLOCK or t % _QUERY_BLOCK:
