@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from foliax.language import model
 from foliax.language.sampling import Sampling, sample
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key
 
 # Tokens of a prompt that go through the model at once.
@@ -135,6 +136,8 @@ def _steps(
       params, config, state.last[:, None], state.cache, active.astype(jnp.int32)
     )
     logits = model.unembed(params, config, hidden[:, 0])
+    # Rows in memory: where the model makes columns, each use of them would transpose all.
+    logits = with_layout_constraint(logits, Layout((0, 1)))
     folded = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
     draw = sample(logits, folded, options)
     ok = state.ok & (draw.ok | ~active)
