@@ -5,11 +5,12 @@ METHODS ?= cgp
 SCALE ?= laptop
 PYTEST_ARGS ?=
 TREE := .cache/tree
+comma := ,
 
 .PHONY: help test reproduce lint ruff format imports types environment tree peers clean
 
 help:
-	@echo "make reproduce   run the experiments: METHODS=cgp, SCALE=smoke or laptop (now $(SCALE))"
+	@echo "make reproduce   run the experiments: METHODS=\"cgp language\", SCALE=smoke or laptop (now $(METHODS), $(SCALE))"
 	@echo "make test        the fast tests; PYTEST_ARGS=... goes to pytest"
 	@echo "make lint        ruff, and the direction of imports"
 	@echo "make types       mypy on the public surface"
@@ -21,7 +22,7 @@ test: environment
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 reproduce:
-	@sh .ci/environment $(VENV) experiments
+	@sh .ci/environment $(VENV) experiments$(if $(filter language,$(METHODS)),$(comma)language)
 	$(VENV)/bin/foliax reproduce $(METHODS) --scale=$(SCALE)
 
 lint: ruff format imports

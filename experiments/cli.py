@@ -100,8 +100,10 @@ def _parser() -> argparse.ArgumentParser:
   chatting.add_argument("--seed", type=int, default=0, help="default: 0")
   chatting.add_argument("--max-tokens", type=int, default=512, help="of an answer; default: 512")
   chatting.add_argument("--once", metavar="QUESTION", help="answer this question and end")
-  fetching = command("fetch", "Checks that real inputs load, and says where they come from.")
-  fetching.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+  fetching = command("fetch", "Brings models and data, checks them, says where they come from.")
+  fetching.add_argument(
+    "names", nargs="*", metavar="NAME", help="default: all data sets; models only when named"
+  )
   return parser
 
 
