@@ -16,11 +16,21 @@ CONFIG = model.Config(
   vocab_size=259, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_size=32,
   context=1100, tied=False,
 )  # fmt: skip
-# Larger matrices than at the usual start: distributions differ from uniform.
-PARAMS = jax.tree.map(
-  lambda w: w if (w == 1).all() else 10 * w, model.init(jax.random.key(0), CONFIG)
-)
-PARAMS["head"] = 4 * PARAMS["head"]
+
+
+def random_params():
+  """Larger matrices than at the usual start, so that distributions differ from uniform."""
+  rng = np.random.default_rng(0)
+  params = jax.tree.map_with_path(
+    lambda path, x: jnp.array(
+      np.ones(x.shape) if path[-1].key.endswith("norm") else 0.2 * rng.normal(size=x.shape), x.dtype
+    ),
+    model.shapes(CONFIG),
+  )
+  return params | {"head": 4 * params["head"]}
+
+
+PARAMS = random_params()
 PROMPTS = [[1, 2, 3], [250], [7] * 20, [5, 9, 5, 9, 5]]
 KEYS = jax.random.split(jax.random.key(1), 4)
 run = functools.partial(generate, PARAMS, CONFIG, max_new_tokens=12)
@@ -109,7 +119,7 @@ def test_sample_log_probs_are_of_the_distribution_drawn_from():
   result = run(*pad(PROMPTS), KEYS, **options)
   logits = uncached(whole(result)[0])
   first = jnp.stack([logits[i, len(p) - 1] for i, p in enumerate(PROMPTS)])
-  expected = log_distribution(first, sampling(4, **options))
+  expected = jax.jit(log_distribution)(first, sampling(4, **options))
   for i in range(4):
     np.testing.assert_allclose(
       result.sample_log_probs[i, 0], expected[i, result.tokens[i, 0]], atol=1e-4
@@ -143,7 +153,8 @@ def test_stop_token_ends_its_row_and_is_part_of_it():
 
 def test_loop_ends_when_all_rows_have_stopped():
   seen = []
-  run(*pad(PROMPTS), KEYS, stop_ids=tuple(range(259)), callback=seen.append, chunk=4)
+  firsts = {row[0] for row in rows_of(base())}
+  run(*pad(PROMPTS), KEYS, stop_ids=tuple(firsts), callback=seen.append, chunk=4)
   assert [len(new) for new in seen[0]] == [1] * 4
   assert len(seen) == 1
 
@@ -306,17 +317,16 @@ def test_completions_hold_text_tokens_and_log_probs():
 def test_completions_do_not_depend_on_the_other_prompts():
   assert len({c.text for c in letters()}) == 4
   assert all(c.text.isalpha() and c.text.isascii() for c in letters())
-  for i in range(4):
-    (alone,) = LETTERS(TEXTS[i : i + 1], keys=KEYS[i : i + 1])
-    assert alone.tokens == letters()[i].tokens
+  three = LETTERS(TEXTS[:3], keys=KEYS[:3])
+  assert [c.tokens for c in three] == [c.tokens for c in letters()[:3]]
   reverse = LETTERS(TEXTS[::-1], keys=KEYS[::-1])
   assert [c.text for c in reverse[::-1]] == [c.text for c in letters()]
 
 
 def test_samples_of_a_prompt_differ_and_the_first_is_that_of_one():
-  many = LETTERS(TEXTS[:3], n=2, keys=KEYS[:3])
-  assert len(many) == len({c.text for c in many}) == 6
-  assert [c.text for c in many[::2]] == [c.text for c in letters()[:3]]
+  many = LETTERS(TEXTS[:2], n=2, keys=KEYS[:2])
+  assert len({c.text for c in many}) == 4
+  assert [c.text for c in many[::2]] == [c.text for c in letters()[:2]]
 
 
 def test_seed_fixes_the_texts():

@@ -123,13 +123,12 @@ def chi_square(counts, probabilities):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 30, "top_p": 0.9}])
 def test_frequencies_are_those_of_the_distribution(options):
-  n = 8_000
   logits = jax.random.normal(jax.random.key(2), (1, SIZE)) * 2
-  drawn = draw(
-    jnp.tile(logits, (n, 1)), jax.random.split(jax.random.key(3), n), sampling(n, **options)
-  )
-  q = np.exp(log_distribution(logits, sampling(1, **options))[0])
-  counts = np.bincount(drawn.tokens, minlength=SIZE)
+  rows, many = jnp.tile(logits, (ROWS, 1)), sampling(ROWS, **options)
+  keys = jax.random.split(jax.random.key(3), (2000, ROWS))
+  tokens = np.concatenate([draw(rows, some, many).tokens for some in keys])
+  q = np.exp(distribution(rows, many)[0])
+  counts = np.bincount(tokens, minlength=SIZE)
   assert counts[q == 0].sum() == 0
   statistic, freedom = chi_square(counts, q / q.sum())
   # Five deviations of a chi-square with that many degrees of freedom.
