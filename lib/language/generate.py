@@ -10,8 +10,9 @@ importance weights need.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -260,7 +261,7 @@ class Generator:
       return self._tokenizer.prompt(prompt)
     if prompt and isinstance(prompt[0], Mapping):
       return self._tokenizer.chat(prompt)
-    return [int(token) for token in prompt]
+    return [operator.index(token) for token in cast(Sequence[int], prompt)]
 
 
 def _on_one_cpu(weight: Any) -> bool:
