@@ -132,7 +132,7 @@ def batch(starts, part):
   return jnp.array([part[start : start + length + 1] for start in starts])
 
 
-def mean_loss(adapters, batch, key):
+def mean_loss(adapters, batch, params):
   adapted = lora.apply(params, adapters)
   total, count = loss.next_token_loss(adapted, config, batch[:, :-1], batch[:, 1:])
   return total / count, {}
@@ -140,8 +140,15 @@ def mean_loss(adapters, batch, key):
 
 held_out = batch(np.linspace(0, len(tokens) - cut - length - 1, 8).astype(int), tokens[cut:])
 optimizer = optax.adam(5e-4)
-update = jax.jit(step.gradient_step(mean_loss, optimizer))
-evaluate = jax.jit(lambda adapters: mean_loss(adapters, held_out, None)[0])
+
+
+@jax.jit
+def update(state, batch, params):  # an argument: JAX would compile captured weights in
+  frozen = lambda adapters, batch, key: mean_loss(adapters, batch, params)
+  return step.gradient_step(frozen, optimizer)(state, batch)
+
+
+evaluate = jax.jit(lambda adapters, params: mean_loss(adapters, held_out, params)[0])
 state = step.init(lora.init(jax.random.key(0), params, rank=8), optimizer, jax.random.key(1))
 print(f"{sum(x.size for x in jax.tree.leaves(state.params)):,} numbers to train")
 
@@ -151,12 +158,12 @@ print(f"{sum(x.size for x in jax.tree.leaves(state.params)):,} numbers to train"
 
 # %%
 random = np.random.default_rng(0)
-before, curve = evaluate(state.params), []
+before, curve = evaluate(state.params, params), []
 for _ in range(steps):
   starts = random.integers(0, cut - length - 1, rows)
-  state, metrics = update(state, batch(starts, tokens))
+  state, metrics = update(state, batch(starts, tokens), params)
   curve.append(float(metrics["loss"]))
-after = evaluate(state.params)
+after = evaluate(state.params, params)
 print(f"held-out loss: {before:.3f} before, {after:.3f} after, in nats a token")
 
 plt.figure(figsize=(6.4, 3))

@@ -32,7 +32,8 @@ def load(method: str) -> types.ModuleType:
   Raises:
     UserError: there is no such experiment.
   """
-  return _load(method, EXPERIMENTS, "method", "experiment", ("get_config", "run", "claims", "figures"))
+  needed = ("get_config", "run", "claims", "figures")
+  return _load(method, EXPERIMENTS, "method", "experiment", needed)
 
 
 def load_job(job: str) -> types.ModuleType:

@@ -187,8 +187,8 @@ def _prefill(
   if copies > 1:
     axis = 0 if isinstance(cache.keys, tuple) else 1
     repeat = functools.partial(jnp.repeat, repeats=copies)
-    kept = jax.tree.map(lambda x: repeat(x, axis=axis), (cache.keys, cache.values))
-    cache, last = model.Cache(*kept, repeat(cache.lengths)), repeat(last)
+    keys, values = jax.tree.map(lambda x: repeat(x, axis=axis), (cache.keys, cache.values))
+    cache, last = model.Cache(keys, values, repeat(cache.lengths)), repeat(last)
   return cache, last
 
 

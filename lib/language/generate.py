@@ -260,7 +260,7 @@ class Generator:
     if isinstance(prompt, str):
       return self._tokenizer.prompt(prompt)
     if prompt and isinstance(prompt[0], Mapping):
-      return self._tokenizer.chat(prompt)
+      return self._tokenizer.chat(cast(Sequence[Mapping[str, Any]], prompt))
     return [operator.index(token) for token in cast(Sequence[int], prompt)]
 
 

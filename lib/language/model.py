@@ -357,6 +357,10 @@ def hidden_cached(
   # Tokens that are not real go out of range, where a scatter drops them.
   slots = jnp.where(positions < lengths[:, None], positions, cache.capacity)
   rows = jnp.arange(tokens.shape[0])[:, None]
+  # All reads come first: else XLA copies a cache that it could write in place.
+  hidden, slots, old_keys, old_values = jax.lax.optimization_barrier(
+    (hidden, slots, cache.keys, cache.values)
+  )
 
   def write_key(old, new):  # [b, k, h, s] <- [b, t, k, h]
     return old.at[rows, :, :, slots].set(new.astype(old.dtype), mode="drop")
@@ -366,9 +370,9 @@ def hidden_cached(
 
   if isinstance(params["layers"], tuple):
     return hidden, Cache(
-      tuple(map(write_key, cache.keys, k)), tuple(map(write_value, cache.values, v)), lengths
+      tuple(map(write_key, old_keys, k)), tuple(map(write_value, old_values, v)), lengths
     )
-  keys, values = jax.vmap(write_key)(cache.keys, k), jax.vmap(write_value)(cache.values, v)
+  keys, values = jax.vmap(write_key)(old_keys, k), jax.vmap(write_value)(old_values, v)
   return hidden, Cache(keys, values, lengths)
 
 
@@ -413,14 +417,16 @@ def _layers(
     x = x + _project(jax.nn.silu(gate) * up, w["down"])
     return constrain(x, "data", None, None), record
 
-  x = constrain(params["embedding"][tokens], "data", None, None)
+  # Gathered over `data` first: its gradient would otherwise need the gradients of all tokens.
+  embedding = constrain(params["embedding"], "model", None)
+  x = constrain(embedding[tokens], "data", None, None)
   if isinstance(params["layers"], tuple):
-    records = []
+    kept = []
     for i, w in enumerate(params["layers"]):
       inputs = None if layer_inputs is None else tuple(part[i] for part in layer_inputs)
       x, record = layer(x, (w, inputs))
-      records.append(record)
-    records = None if layer_inputs is None else tuple(zip(*records, strict=True))
+      kept.append(record)
+    records: Any = None if layer_inputs is None else tuple(zip(*kept, strict=True))
   else:
     x, records = jax.lax.scan(_REMAT[c.remat](layer), x, (params["layers"], layer_inputs))
   return _rms_norm(x, params["final_norm"], c.rms_eps), records

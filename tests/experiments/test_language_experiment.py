@@ -92,8 +92,8 @@ def test_a_request_that_fails_is_answered_with_the_reason(tmp_path, monkeypatch)
   config = language.get_config("smoke")
   config.peers_python = sys.executable  # has no transformers
   monkeypatch.setattr(language.pretrained, "fetch", lambda _: tmp_path / "none.gguf")
-  with pytest.raises(RuntimeError, match="load: ModuleNotFoundError"), language._peer(config):
-    pass
+  with pytest.raises(RuntimeError, match="load: ModuleNotFoundError"):
+    language._Peer(config)
 
 
 @pytest.fixture(scope="module")
