@@ -77,19 +77,16 @@ def test_dimension_that_does_not_divide_is_left_whole_when_not_strict():
   assert found == {"query": P(None, None, "model")}
 
 
-@pytest.mark.parametrize("name", decoder.MODELS)
+@pytest.mark.parametrize("name", ["llama-1b", "qwen3-8b"])
 @pytest.mark.parametrize(("data", "axis"), [(64, 4), (256, 1), (4, 2)])
-def test_rules_of_the_decoder_split_every_matrix_of_every_model(name, data, axis):
+def test_rules_of_the_decoder_split_every_matrix_over_the_whole_mesh(name, data, axis):
   shapes = model.shapes(decoder.MODELS[name])
-  found = sharding.specs(
-    shapes, model.SHARDING_RULES, sharding.abstract_mesh(data, axis), strict=name != "tiny"
-  )
-  for path, leaf in jax.tree.leaves_with_path(shapes):
-    if leaf.ndim - (path[0].key == "layers") == 2 and name != "tiny":
-      spec = found
-      for key in path:
-        spec = spec[key.key]
-      assert {"data", "model"} <= set(spec), path
+  found = sharding.specs(shapes, model.SHARDING_RULES, sharding.abstract_mesh(data, axis))
+  whole = {"data", "model"} if axis > 1 else {"data"}
+  specs = jax.tree.leaves_with_path(found, is_leaf=lambda x: isinstance(x, P))
+  matrices = [spec for path, spec in specs if not path[-1].key.endswith("norm")]
+  assert len(matrices) >= 8
+  assert all(set(spec) - {None} == whole for spec in matrices)
 
 
 def test_mesh_axes_must_multiply_to_the_devices():
