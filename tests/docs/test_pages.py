@@ -17,6 +17,11 @@ def blocks(name):
   return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
 
 
+def block(name, word):
+  """The first piece of code of a page in which a word occurs."""
+  return next(code for code in blocks(name) if word in code)
+
+
 def execute(code, **names):
   namespace = {"__name__": "__main__", **names}
   exec(compile(code, "<page>", "exec"), namespace)
@@ -25,14 +30,21 @@ def execute(code, **names):
 
 @pytest.mark.slow
 def test_the_loop_of_the_readme_finds_a_good_setting(capsys):
-  state = execute(blocks("README.md")[0])["state"]
+  state = execute(block("README.md", "cgp"))["state"]
   assert float(cgp.means(state).max()) > 0.95  # chance is 0.1, most of the box is below 0.5
   assert "valid=Array(False" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/language.md"])
+def test_the_chat_of_a_page_answers(page, capsys):
+  execute(block(page, "Generator"))
+  assert "Paris" in capsys.readouterr().out
+
+
 @pytest.mark.preflight
 def test_the_preflight_of_the_readme_compiles(capsys):
-  execute(blocks("README.md")[1])
+  execute(block("README.md", "preflight"))
   assert "v5e-1: compiles" in capsys.readouterr().out
 
 
