@@ -19,7 +19,7 @@ help:
 	@echo "PYTHON=/path/to/python chooses the interpreter; the newest of 3.13, 3.12, 3.11 is taken"
 
 test: environment
-	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow" -n auto --dist loadfile $(PYTEST_ARGS)
 
 reproduce:
 	@sh .ci/environment $(VENV) experiments$(if $(filter language,$(METHODS)),$(comma)language)
