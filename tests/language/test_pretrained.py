@@ -243,7 +243,7 @@ print(pretrained.fetch("fake"))
     )
     for _ in range(3)
   ]
-  lines = [process.communicate(timeout=60)[0].split() for process in processes]
+  lines = [process.communicate(timeout=300)[0].split() for process in processes]
   assert [process.returncode for process in processes] == [0] * 3
   assert sum(line.count("unpacks") for line in lines) == 1
   assert len({line[-1] for line in lines}) == 1
